@@ -1,0 +1,128 @@
+// tsg.h - the C API of the shim: expert paging for llama.cpp models through a proxy ggml device.
+//
+// Python reads this very file with cffi (ABI mode), so it is the only declaration of the API: below the line CDEF it holds nothing but plain C
+// declarations, no preprocessor line. Everything hangs off one handle per model, the pager. Functions that can fail return an enum tsg_status;
+// tsg_last_error() then gives the calling thread one line that says what is wrong. Functions are safe to call from any thread; those that read or
+// change slots wait for a running graph of the same pager.
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+// CDEF
+enum tsg_status {
+    TSG_OK         = 0,
+    TSG_E_ARGUMENT = 1,  // the caller passed something impossible
+    TSG_E_MEMORY   = 2,  // an allocation on the host or on the device failed
+    TSG_E_STATE    = 3,  // not possible now (before commit, after commit, everything pinned)
+    TSG_E_ABI      = 4,  // the loaded llama.cpp is not the one this library was built for
+};
+
+enum tsg_policy {
+    TSG_POLICY_LFRU = 0,  // decayed frequency over age
+    TSG_POLICY_LRU  = 1,  // last use
+    TSG_POLICY_SLRU = 2,  // probation and protected segment, then last use
+    TSG_POLICY_LFU  = 3,  // decayed frequency
+    TSG_POLICY_FIFO = 4,  // time of load
+};
+
+enum tsg_phase {
+    TSG_PREFILL = 0,  // a graph of more than TSG_DECODE_TOKENS tokens
+    TSG_DECODE  = 1,
+};
+
+enum tsg_limits {
+    TSG_DECODE_TOKENS = 8,    // a graph of up to so many tokens counts as decode
+    TSG_MAX_PARTS     = 4,    // weights of one expert: gate, up, down, or gate_up and down
+    TSG_MAX_EXPERTS   = 4096, // experts of one layer
+};
+
+// One weight of an expert layer, for all its experts. Names are those of the GGUF.
+struct tsg_part {
+    const char * weight;  // "blk.3.ffn_gate_exps.weight", [ne0, ne1, n_expert]
+    const char * bias;    // per-expert bias, [ne1, n_expert] F32, or NULL
+    const char * scale;   // per-expert scale, [n_expert] F32, or NULL
+    int32_t      type;    // enum ggml_type of the weight
+    int64_t      ne0;     // columns (input features)
+    int64_t      ne1;     // rows (output features)
+};
+
+// Counters since the pager was made or tsg_pager_reset_stats(). A lookup is one distinct expert of one layer in one graph.
+struct tsg_counts {
+    uint64_t lookups;
+    uint64_t hits;         // of these, resident when the layer asked
+    uint64_t misses;       // of these, moved over the link; hits + misses == lookups
+    uint64_t evictions;    // experts that lost their slot
+    uint64_t bytes_link;   // host to device
+    uint64_t bytes_device; // device to device: resident experts copied into the prefill stage
+    uint64_t streamed;     // layer steps that went through the prefill stage
+    uint64_t graphs;
+};
+
+struct tsg_stats {
+    struct tsg_counts phase[2];  // [enum tsg_phase]
+    uint64_t host_bytes;         // expert bytes in the host pool
+    uint64_t host_tensors;
+    bool     host_pinned;        // every host buffer is page-locked for the device
+    uint64_t pool_bytes;         // device memory of the slots
+    uint64_t stage_bytes;        // device memory of the prefill stages
+    int64_t  slots_total;
+    int64_t  slots_used;
+    bool     all_resident;       // every pool holds all its experts: nothing ever moves
+};
+
+struct tsg_expert {
+    int32_t  slot;      // slot in its pool, -1 = only in host memory
+    bool     pinned;
+    uint64_t hits;      // lookups that found it resident
+    uint64_t misses;    // lookups that did not
+    uint64_t last_use;  // graph number of its last decode use, 0 = never
+};
+
+struct tsg_device {
+    const char * name;
+    const char * description;
+    uint64_t     memory_free;   // bytes
+    uint64_t     memory_total;
+    bool         is_cpu;
+};
+
+struct tsg_pager;
+
+const char * tsg_last_error(void);
+
+// ABI guard: status and, in tsg_last_error(), what does not match. Call before anything else.
+enum tsg_status tsg_abi_check(const char * runtime_ggml_version, size_t sizeof_model_params, size_t sizeof_context_params);
+const char *    tsg_ggml_version(void);  // the version this library was compiled against
+
+// Facts of a ggml device (a ggml_backend_dev_t), and whether it multiplies expert weights of this type and shape.
+void tsg_device_get(void * device, struct tsg_device * out);
+bool tsg_device_supports(void * device, int32_t type, int64_t ne0, int64_t ne1, int64_t n_expert, int64_t n_used);
+
+// Life of a pager: new, add pools and layers, commit (allocates the slots), hand device and buffer type to llama_model_load_from_file, ready
+// (every byte arrived), use, free. Free releases the caller's hold; the last buffer or backend of the model releases the rest.
+enum tsg_status tsg_pager_new(void * inner_device, enum tsg_policy policy, struct tsg_pager ** out);
+enum tsg_status tsg_pager_add_pool(struct tsg_pager * pager, int64_t n_slots, int32_t * pool);
+enum tsg_status tsg_pager_add_layer(struct tsg_pager * pager, int32_t pool, int32_t n_expert, int32_t n_used,
+                                    const struct tsg_part * parts, int32_t n_parts, int32_t * layer);
+enum tsg_status tsg_pager_commit(struct tsg_pager * pager);
+enum tsg_status tsg_pager_ready(struct tsg_pager * pager);
+void            tsg_pager_free(struct tsg_pager * pager);
+
+void * tsg_pager_device(struct tsg_pager * pager);       // ggml_backend_dev_t for llama_model_params.devices
+void * tsg_pager_buffer_type(struct tsg_pager * pager);  // ggml_backend_buffer_type_t for tensor_buft_overrides
+
+void            tsg_pager_stats(struct tsg_pager * pager, struct tsg_stats * out);
+void            tsg_pager_reset_stats(struct tsg_pager * pager);
+enum tsg_status tsg_pager_set_policy(struct tsg_pager * pager, enum tsg_policy policy);
+enum tsg_status tsg_pager_check_integrity(struct tsg_pager * pager);
+
+// One expert. `layer` is what tsg_pager_add_layer gave, `part` the index in its parts.
+enum tsg_status tsg_expert_get(struct tsg_pager * pager, int32_t layer, int32_t expert, struct tsg_expert * out);
+enum tsg_status tsg_expert_get_layer(struct tsg_pager * pager, int32_t layer, struct tsg_expert * out);  // out: [n_expert]
+enum tsg_status tsg_expert_host(struct tsg_pager * pager, int32_t layer, int32_t expert, int32_t part, const void ** data, size_t * size);
+enum tsg_status tsg_expert_read_slot(struct tsg_pager * pager, int32_t layer, int32_t expert, int32_t part, void * data, size_t size);
+enum tsg_status tsg_expert_pin(struct tsg_pager * pager, int32_t layer, int32_t expert, bool pin);  // pin loads it first
+enum tsg_status tsg_expert_prefetch(struct tsg_pager * pager, int32_t layer, int32_t expert);
+enum tsg_status tsg_expert_evict(struct tsg_pager * pager, int32_t layer, int32_t expert);

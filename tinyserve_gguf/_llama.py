@@ -1,0 +1,375 @@
+"""The only importer of llama_cpp: thin, typed wrappers over the C API of llama.cpp.
+
+Nothing here knows of experts. A model can be given a proxy device and a buffer type as plain addresses; what they do is the shim's business.
+Source of every call: `llama.h` of llama.cpp 0c1e570, as bound by llama-cpp-python 0.3.36.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import llama_cpp.llama_cpp as C  # before numpy: the other order crashed in libstdc++ on one GPU machine
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import __version__ as llama_cpp_version
+from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, OptionError
+
+log = logging.getLogger("tinyserve_gguf.llama")
+
+ALL_LAYERS = 0x7FFFFFFF  # n_gpu_layers that means every layer
+FLASH_ATTENTION = {"auto": C.LLAMA_FLASH_ATTN_TYPE_AUTO, "off": C.LLAMA_FLASH_ATTN_TYPE_DISABLED, "on": C.LLAMA_FLASH_ATTN_TYPE_ENABLED}
+_LOG_LEVELS = {1: logging.INFO, 2: logging.WARNING, 3: logging.ERROR, 4: logging.DEBUG}
+
+
+def library() -> ctypes.CDLL:
+    """The loaded libllama. Symbols of ggml resolve through it, because dlsym walks its dependencies; `libggml.so` opened by name would be a
+    second library with a second registry."""
+    lib: ctypes.CDLL = C._lib
+    return lib
+
+
+# ---- log ------------------------------------------------------------------------------------------------------------------------------------
+
+
+class _Log:
+    """llama.cpp's log: every line goes to the logger `tinyserve_gguf.llama`, and the last lines are kept for error messages."""
+
+    def __init__(self) -> None:
+        self.recent: deque[str] = deque(maxlen=400)
+        self._level = logging.INFO
+        self._partial = ""
+        self._callback = C.llama_log_callback(self._on_line)
+
+    def install(self) -> None:
+        C.llama_log_set(self._callback, ctypes.c_void_p(0))
+
+    def _on_line(self, level: int, text: bytes, _user: object) -> None:
+        self._level = _LOG_LEVELS.get(level, self._level)
+        self._partial += text.decode("utf-8", "replace")
+        *lines, self._partial = self._partial.split("\n")
+        for line in lines:
+            self.recent.append(line)
+            log.log(self._level, "%s", line)
+
+    def cause(self, start: int) -> str:
+        """The first line since `start` that reads like a reason, without llama.cpp's function name."""
+        lines = list(self.recent)[start:]
+        for line in lines:
+            if any(word in line for word in ("error", "failed", "invalid", "missing", "unknown", "wrong", "bad ", "corrupt", "not found", "out of memory", "unable")):
+                return line.split(": ", 1)[-1].strip() if ": " in line else line.strip()
+        return lines[-1].strip() if lines else "llama.cpp gave no reason"
+
+
+_log = _Log()
+_started = False
+
+
+def start() -> None:
+    """Initialise llama.cpp's backends once per process and take over its log."""
+    global _started
+    if not _started:
+        _log.install()
+        C.llama_backend_init()
+        _started = True
+
+
+@contextmanager
+def explained() -> Iterator[Callable[[], str]]:
+    """Gives a function that names the cause llama.cpp logged since the block began."""
+    start()
+    _log.recent.clear()
+    yield lambda: _log.cause(0)
+
+
+# ---- versions and devices -------------------------------------------------------------------------------------------------------------------
+
+
+def ggml_version() -> str:
+    """Version of the loaded ggml, such as "0.25.3"."""
+    function = library().ggml_version
+    function.restype = ctypes.c_char_p
+    return str(function().decode())
+
+
+def struct_sizes() -> tuple[int, int]:
+    """sizeof llama_model_params and llama_context_params as ctypes sees them, for the ABI guard."""
+    return ctypes.sizeof(C.llama_model_params), ctypes.sizeof(C.llama_context_params)
+
+
+def system_info() -> str:
+    start()
+    return str(C.llama_print_system_info().decode())
+
+
+def device_handles() -> list[int]:
+    """Addresses of every registered ggml_backend_dev_t, in registry order."""
+    start()
+    lib = library()
+    lib.ggml_backend_dev_count.restype = ctypes.c_size_t
+    lib.ggml_backend_dev_get.restype = ctypes.c_void_p
+    lib.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+    return [int(lib.ggml_backend_dev_get(i)) for i in range(lib.ggml_backend_dev_count())]
+
+
+# ---- model ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Where a model's layers and experts go: a device, and a buffer type for the tensors whose name matches the pattern."""
+
+    device: int  # ggml_backend_dev_t
+    pattern: str = ""  # regular expression over tensor names; empty = no override
+    buffer_type: int = 0  # ggml_backend_buffer_type_t
+
+
+class _Override(ctypes.Structure):
+    _fields_ = [("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p)]
+
+
+class NativeModel:
+    """A llama_model. `offload=None` keeps everything on the CPU; `extra_bufts=False` stops llama.cpp from repacking weights for the CPU."""
+
+    def __init__(
+        self, path: str, offload: Offload | None, *, extra_bufts: bool = True, mmap: bool = True, progress: Callable[[float], bool] | None = None
+    ) -> None:
+        with explained() as cause:
+            params = C.llama_model_default_params()
+            params.n_gpu_layers = ALL_LAYERS if offload else 0
+            params.use_extra_bufts = extra_bufts
+            params.load_mode = C.LLAMA_LOAD_MODE_MMAP if mmap else C.LLAMA_LOAD_MODE_NONE
+            params.split_mode = C.LLAMA_SPLIT_MODE_LAYER
+            keep: list[object] = []
+            devices = (ctypes.c_void_p * 2)(offload.device if offload else None, None)
+            keep.append(devices)
+            params.devices = ctypes.cast(devices, ctypes.c_void_p)
+            if offload and offload.pattern:
+                overrides = (_Override * 2)(_Override(offload.pattern.encode(), offload.buffer_type), _Override(None, None))
+                keep.append(overrides)
+                params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+            if progress is not None:
+                callback = C.llama_progress_callback(lambda fraction, _user: bool(progress(fraction)))
+                keep.append(callback)
+                params.progress_callback = callback
+            self._model: Any = C.llama_model_load_from_file(path.encode(), params)
+            if not self._model:
+                raise ModelFileError(f"{path}: llama.cpp cannot load it: {cause()}")
+        self._vocab = C.llama_model_get_vocab(self._model)
+        self.n_vocab: int = C.llama_vocab_n_tokens(self._vocab)
+
+    @property
+    def handle(self) -> Any:
+        return self._model
+
+    def close(self) -> None:
+        if self._model:
+            C.llama_model_free(self._model)
+            self._model = None
+
+    def metadata(self, key: str) -> str | None:
+        size = C.llama_model_meta_val_str(self._model, key.encode(), None, 0)
+        if size < 0:
+            return None
+        buffer = ctypes.create_string_buffer(size + 1)
+        C.llama_model_meta_val_str(self._model, key.encode(), buffer, size + 1)
+        return buffer.value.decode("utf-8", "replace")
+
+    def context_train(self) -> int:
+        return int(C.llama_model_n_ctx_train(self._model))
+
+    def is_recurrent(self) -> bool:
+        """Recurrent or hybrid: the memory cannot be cut back to an earlier position."""
+        return bool(C.llama_model_is_recurrent(self._model) or C.llama_model_is_hybrid(self._model))
+
+    def is_generative(self) -> bool:
+        """A decoder that writes text token by token; not an encoder, not a diffusion model."""
+        return bool(C.llama_model_has_decoder(self._model) and not C.llama_model_has_encoder(self._model) and not C.llama_model_is_diffusion(self._model))
+
+    # vocabulary
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        raw = text.encode()
+        n = -C.llama_tokenize(self._vocab, raw, len(raw), None, 0, add_special, parse_special)
+        if n <= 0:
+            return []
+        tokens = (C.llama_token * n)()
+        C.llama_tokenize(self._vocab, raw, len(raw), tokens, n, add_special, parse_special)
+        return list(tokens)
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes of one token; a character may be split over several tokens."""
+        buffer = ctypes.create_string_buffer(64)
+        n = C.llama_token_to_piece(self._vocab, token, buffer, 64, 0, special)
+        if n < 0:
+            buffer = ctypes.create_string_buffer(-n)
+            n = C.llama_token_to_piece(self._vocab, token, buffer, -n, 0, special)
+        return buffer.raw[:n]
+
+    def is_end(self, token: int) -> bool:
+        """True for every end-of-generation token (end of text, end of turn)."""
+        return bool(C.llama_vocab_is_eog(self._vocab, token))
+
+    def adds_bos(self) -> bool:
+        return bool(C.llama_vocab_get_add_bos(self._vocab))
+
+    def token_text(self, token: int) -> str:
+        return str(C.llama_vocab_get_text(self._vocab, token).decode("utf-8", "replace")) if token >= 0 else ""
+
+    def bos_text(self) -> str:
+        return self.token_text(C.llama_vocab_bos(self._vocab))
+
+    def eos_text(self) -> str:
+        return self.token_text(C.llama_vocab_eos(self._vocab))
+
+
+def chat_formatter(template: str, *, bos: str, eos: str) -> Callable[[list[dict[str, str]]], str]:
+    """A function from messages to prompt text: the model's Jinja template, rendered by llama-cpp-python."""
+    formatter = Jinja2ChatFormatter(template=template, bos_token=bos, eos_token=eos)
+    return lambda messages: str(formatter(messages=messages).prompt)  # type: ignore[arg-type]
+
+
+# ---- context --------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ContextOptions:
+    n_ctx: int  # tokens
+    n_batch: int
+    n_ubatch: int
+    n_threads: int
+    flash_attention: str = "auto"
+
+
+class NativeContext:
+    """A llama_context with one sequence."""
+
+    def __init__(self, model: NativeModel, options: ContextOptions) -> None:
+        if options.flash_attention not in FLASH_ATTENTION:
+            raise OptionError(f"flash attention is one of {', '.join(FLASH_ATTENTION)}, not {options.flash_attention!r}")
+        params = C.llama_context_default_params()
+        params.n_ctx = options.n_ctx
+        params.n_batch = options.n_batch
+        params.n_ubatch = options.n_ubatch
+        params.n_threads = params.n_threads_batch = options.n_threads
+        params.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
+        params.no_perf = True
+        self.model = model
+        with explained() as cause:
+            self._ctx: Any = C.llama_init_from_model(model.handle, params)
+            if not self._ctx:
+                raise CapacityError(f"llama.cpp cannot make a context of {options.n_ctx} tokens (try a smaller -c or -b): {cause()}")
+        self._memory = C.llama_get_memory(self._ctx)
+        self._batch = C.llama_batch_init(options.n_batch, 0, 1)
+        self.n_batch = options.n_batch
+        self.n_ctx: int = C.llama_n_ctx(self._ctx)
+
+    def close(self) -> None:
+        if self._ctx:
+            C.llama_batch_free(self._batch)
+            C.llama_free(self._ctx)
+            self._ctx = None
+
+    def decode(self, tokens: Sequence[int], position: int, *, want_logits: bool) -> None:
+        """Compute up to `n_batch` tokens from `position` on. Logits of the last one are kept if wanted."""
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i] = token
+            batch.pos[i] = position + i
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = 0
+            batch.logits[i] = False
+        batch.logits[len(tokens) - 1] = want_logits
+        with explained() as cause:
+            status = C.llama_decode(self._ctx, batch)
+            if status != 0:
+                raise EngineError(f"llama_decode of {len(tokens)} tokens at position {position} failed with {status}: {cause()}")
+
+    def synchronize(self) -> None:
+        C.llama_synchronize(self._ctx)
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """Logits of the last decoded token, [n_vocab], a copy."""
+        pointer = C.llama_get_logits_ith(self._ctx, -1)
+        return np.array(np.ctypeslib.as_array(pointer, (self.model.n_vocab,)), dtype=np.float32)
+
+    def keep(self, n: int) -> bool:
+        """Forget everything from position `n` on. False if this kind of memory cannot (recurrent states): then nothing changed."""
+        return bool(C.llama_memory_seq_rm(self._memory, 0, n, -1))
+
+    def clear(self) -> None:
+        C.llama_memory_clear(self._memory, True)
+
+    @property
+    def handle(self) -> Any:
+        return self._ctx
+
+
+# ---- sampling -------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampler settings, with llama.cpp's meanings and defaults. `temp <= 0` is greedy. `seed=-1` draws one."""
+
+    temp: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    seed: int = -1
+
+    def __post_init__(self) -> None:
+        for name, good, need in (
+            ("temp", self.temp >= 0, "0 or more"),
+            ("top_k", self.top_k >= 0, "0 or more (0 = off)"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("repeat_penalty", self.repeat_penalty > 0, "above 0 (1 = off)"),
+            ("repeat_last_n", self.repeat_last_n >= -1, "-1 or more"),
+            ("seed", -1 <= self.seed < 2**32, "-1 (random) or below 2^32"),
+        ):
+            if not good:
+                raise OptionError(f"{name} must be {need}, not {getattr(self, name)}")
+
+
+class Sampler:
+    """A llama.cpp sampler chain: penalties, top-k, top-p, min-p, temperature, draw."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._chain: Any = C.llama_sampler_chain_init(C.llama_sampler_chain_default_params())
+        if sampling.repeat_penalty != 1.0 and sampling.repeat_last_n != 0:
+            self._add(C.llama_sampler_init_penalties(sampling.repeat_last_n, sampling.repeat_penalty, 0.0, 0.0))
+        if sampling.temp <= 0:
+            self._add(C.llama_sampler_init_greedy())
+            return
+        self._add(C.llama_sampler_init_top_k(sampling.top_k))
+        self._add(C.llama_sampler_init_top_p(sampling.top_p, 1))
+        self._add(C.llama_sampler_init_min_p(sampling.min_p, 1))
+        self._add(C.llama_sampler_init_temp(sampling.temp))
+        self._add(C.llama_sampler_init_dist(C.LLAMA_DEFAULT_SEED if sampling.seed < 0 else sampling.seed))
+
+    def _add(self, sampler: Any) -> None:
+        C.llama_sampler_chain_add(self._chain, sampler)
+
+    def sample(self, context: NativeContext) -> int:
+        """Draw the next token from the logits of the last decoded token, and take it into the history."""
+        return int(C.llama_sampler_sample(self._chain, context.handle, -1))
+
+    def accept(self, token: int) -> None:
+        """Take a prompt token into the history that the repeat penalty looks at."""
+        C.llama_sampler_accept(self._chain, token)
+
+    def close(self) -> None:
+        if self._chain:
+            C.llama_sampler_free(self._chain)
+            self._chain = None
