@@ -1,7 +1,7 @@
 // tsg.h - the C API of the shim: expert paging for llama.cpp models through a proxy ggml device.
 //
 // Python reads this very file with cffi (ABI mode), so it is the only declaration of the API: below the line CDEF it holds nothing but plain C
-// declarations, no preprocessor line. Everything hangs off one handle per model, the pager. Functions that can fail return an enum tsg_status;
+// declarations, no preprocessor line, up to END. Everything hangs off one handle per model, the pager. Functions that can fail return an enum tsg_status;
 // tsg_last_error() then gives the calling thread one line that says what is wrong. Functions are safe to call from any thread; those that read or
 // change slots wait for a running graph of the same pager.
 #pragma once
@@ -10,6 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#pragma GCC visibility push(default)
 // CDEF
 enum tsg_status {
     TSG_OK         = 0,
@@ -43,12 +44,15 @@ struct tsg_part {
     const char * weight;  // "blk.3.ffn_gate_exps.weight", [ne0, ne1, n_expert]
     const char * bias;    // per-expert bias, [ne1, n_expert] F32, or NULL
     const char * scale;   // per-expert scale, [n_expert] F32, or NULL
+    const float * bias_data;   // its values, [n_expert][ne1]; copied
+    const float * scale_data;  // its values, [n_expert]; copied
     int32_t      type;    // enum ggml_type of the weight
     int64_t      ne0;     // columns (input features)
     int64_t      ne1;     // rows (output features)
 };
 
-// Counters since the pager was made or tsg_pager_reset_stats(). A lookup is one distinct expert of one layer in one graph.
+// Counters since the pager was made or tsg_pager_reset_stats(). A lookup is one distinct expert of one layer in one graph; in a pool that holds all
+// its experts nobody reads the router's ids, and a lookup is one routed expert of one token.
 struct tsg_counts {
     uint64_t lookups;
     uint64_t hits;         // of these, resident when the layer asked
@@ -92,8 +96,9 @@ struct tsg_pager;
 
 const char * tsg_last_error(void);
 
-// ABI guard: status and, in tsg_last_error(), what does not match. Call before anything else.
-enum tsg_status tsg_abi_check(const char * runtime_ggml_version, size_t sizeof_model_params, size_t sizeof_context_params);
+// ABI guard: status and, in tsg_last_error(), what does not match. Call before anything else. `ggml_version` is the address of that function in the
+// libraries that llama.cpp runs on: another address here would mean two copies of ggml in one process.
+enum tsg_status tsg_abi_check(const void * ggml_version, size_t sizeof_model_params, size_t sizeof_context_params);
 const char *    tsg_ggml_version(void);  // the version this library was compiled against
 
 // Facts of a ggml device (a ggml_backend_dev_t), and whether it multiplies expert weights of this type and shape.
@@ -126,3 +131,5 @@ enum tsg_status tsg_expert_read_slot(struct tsg_pager * pager, int32_t layer, in
 enum tsg_status tsg_expert_pin(struct tsg_pager * pager, int32_t layer, int32_t expert, bool pin);  // pin loads it first
 enum tsg_status tsg_expert_prefetch(struct tsg_pager * pager, int32_t layer, int32_t expert);
 enum tsg_status tsg_expert_evict(struct tsg_pager * pager, int32_t layer, int32_t expert);
+// END
+#pragma GCC visibility pop

@@ -1,0 +1,145 @@
+// buffer.c - the expert buffer type. Tensors in it are expert weights in host memory: raw quantised bytes, page-locked where the device can.
+#include "pager.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static struct tsg_pager * pager_of(ggml_backend_buffer_type_t buft) {
+    return buft->context;
+}
+
+// Host memory for `size` bytes, page-locked if the device has such a buffer type and grants it. CUDA's host buffer type falls back to plain memory
+// on its own; the buffer's type tells.
+ggml_backend_buffer_t tsg_host_alloc(struct tsg_pager * pager, size_t size, bool * pinned) {
+    ggml_backend_buffer_type_t host   = ggml_backend_dev_host_buffer_type(pager->inner);
+    ggml_backend_buffer_t      buffer = ggml_backend_buft_alloc_buffer(host ? host : ggml_backend_cpu_buffer_type(), size);
+    *pinned                           = buffer && (!host || ggml_backend_buffer_get_type(buffer) == host);
+    return buffer;
+}
+
+struct tsg_weight * tsg_weight_of(struct tsg_pager * pager, const struct ggml_tensor * tensor) {
+    return tensor && tensor->buffer && tensor->buffer->buft == &pager->buft ? tensor->extra : NULL;
+}
+
+// ---- buffer ----
+
+struct host_buffer {
+    struct tsg_pager *    pager;
+    ggml_backend_buffer_t memory;
+};
+
+static void tsg_buffer_free(ggml_backend_buffer_t buffer) {
+    struct host_buffer * host = buffer->context;
+    host->pager->host_bytes -= buffer->size;
+    ggml_backend_buffer_free(host->memory);
+    tsg_pager_unref(host->pager);
+    free(host);
+}
+
+static void * tsg_buffer_get_base(ggml_backend_buffer_t buffer) {
+    return ggml_backend_buffer_get_base(((struct host_buffer *) buffer->context)->memory);
+}
+
+// llama.cpp's loader places a tensor here because its name matched the override: find out which weight it is.
+static enum ggml_status tsg_buffer_init_tensor(ggml_backend_buffer_t buffer, struct ggml_tensor * tensor) {
+    struct tsg_pager * pager = ((struct host_buffer *) buffer->context)->pager;
+    for (int32_t l = 0; l < pager->n_layers; l++) {
+        struct tsg_layer * layer = pager->layers[l];
+        for (int32_t p = 0; p < layer->n_parts; p++) {
+            struct tsg_weight * w = &layer->weight[p];
+            if (strcmp(w->name, tensor->name) != 0) {
+                continue;
+            }
+            if (w->type != tensor->type || w->ne0 != tensor->ne[0] || w->ne1 != tensor->ne[1] || layer->n_expert != tensor->ne[2]) {
+                tsg_fail(TSG_E_ARGUMENT, "%s has another type or shape than was planned", tensor->name);
+                return GGML_STATUS_FAILED;
+            }
+            w->tensor     = tensor;
+            tensor->extra = w;
+            return GGML_STATUS_SUCCESS;
+        }
+    }
+    tsg_fail(TSG_E_ARGUMENT, "%s is not an expert weight that was planned", tensor->name);
+    return GGML_STATUS_FAILED;
+}
+
+static void tsg_buffer_set_tensor(ggml_backend_buffer_t buffer, struct ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
+    struct tsg_pager *  pager = ((struct host_buffer *) buffer->context)->pager;
+    struct tsg_weight * w     = tensor->extra;
+    struct tsg_pool *   pool  = &pager->pools[w->layer->pool];
+    memcpy((char *) tensor->data + offset, data, size);
+    w->arrived += size;
+    if (pool->resident) {
+        ggml_backend_tensor_set(pool->slot[w->part], data, (size_t) w->layer->first * w->bytes + offset, size);
+    }
+}
+
+static void tsg_buffer_get_tensor(ggml_backend_buffer_t buffer, const struct ggml_tensor * tensor, void * data, size_t offset, size_t size) {
+    (void) buffer;
+    memcpy(data, (const char *) tensor->data + offset, size);
+}
+
+static void tsg_buffer_memset_tensor(ggml_backend_buffer_t buffer, struct ggml_tensor * tensor, uint8_t value, size_t offset, size_t size) {
+    (void) buffer;
+    memset((char *) tensor->data + offset, value, size);
+}
+
+static void tsg_buffer_clear(ggml_backend_buffer_t buffer, uint8_t value) {
+    memset(tsg_buffer_get_base(buffer), value, buffer->size);
+}
+
+// ---- buffer type ----
+
+static const char * tsg_buffer_type_get_name(ggml_backend_buffer_type_t buft) {
+    (void) buft;
+    return "Experts";
+}
+
+static ggml_backend_buffer_t tsg_buffer_type_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
+    struct tsg_pager *   pager = pager_of(buft);
+    struct host_buffer * host  = malloc(sizeof(struct host_buffer));
+    bool                 pinned;
+    *host = (struct host_buffer) { .pager = pager, .memory = tsg_host_alloc(pager, size, &pinned) };
+    if (!host->memory) {
+        free(host);
+        tsg_fail(TSG_E_MEMORY, "%zu MiB of host memory for the experts cannot be had", size >> 20);
+        return NULL;
+    }
+    const struct ggml_backend_buffer_i iface = {
+        .free_buffer   = tsg_buffer_free,
+        .get_base      = tsg_buffer_get_base,
+        .init_tensor   = tsg_buffer_init_tensor,
+        .memset_tensor = tsg_buffer_memset_tensor,
+        .set_tensor    = tsg_buffer_set_tensor,
+        .get_tensor    = tsg_buffer_get_tensor,
+        .clear         = tsg_buffer_clear,
+    };
+    pager->host_bytes += size;
+    pager->host_pageable |= !pinned;
+    tsg_pager_ref(pager);
+    return ggml_backend_buffer_init(buft, iface, host, size);
+}
+
+static size_t tsg_buffer_type_get_alignment(ggml_backend_buffer_type_t buft) {
+    (void) buft;
+    return 64;
+}
+
+// Not host: the loader must fill it through set_tensor, and the scheduler must not hand it to the CPU backend.
+static bool tsg_buffer_type_is_host(ggml_backend_buffer_type_t buft) {
+    (void) buft;
+    return false;
+}
+
+void tsg_buffer_type_init(struct tsg_pager * pager) {
+    pager->buft = (struct ggml_backend_buffer_type) {
+        .iface = {
+            .get_name      = tsg_buffer_type_get_name,
+            .alloc_buffer  = tsg_buffer_type_alloc_buffer,
+            .get_alignment = tsg_buffer_type_get_alignment,
+            .is_host       = tsg_buffer_type_is_host,
+        },
+        .device  = &pager->device,
+        .context = pager,
+    };
+}

@@ -1,0 +1,348 @@
+// engine.c - the host-driven engine: runs a graph on the inner backend, with the experts that each layer wants made resident first.
+//
+// A graph is cut in front of the first expert matmul of each layer. What stands before the cut runs, the router's ids are read back (one sync a
+// layer), missing experts are copied on the same stream, and the layer's nodes are pointed at one of three places:
+//   slots     few tokens: the pool's slot tensors, ids translated to slots
+//   stage     many tokens: the layer's experts in the model's own order, ids untouched. CUDA's MMQ splits the sums by expert index (stream-k), so
+//             only this order gives the last bits that llama.cpp gives
+//   resident  the pool holds everything: a view of it, ids untouched and never read, the graph not even cut
+// Copies and kernels share one stream, so no kernel reads a slot that a later copy overwrites. A second context of the same model waits its turn.
+#include "graph.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define CPU_SLOT_TOKENS 32  // ggml-cpu reserves a row map of n_slots x tokens
+
+struct tsg_engine {
+    struct tsg_pager *    pager;
+    ggml_backend_t        inner;
+    struct tsg_graph      graph;
+    ggml_backend_buffer_t host;      // page-locked staging for ids
+    int32_t *             ids;       // [n_tokens][n_used] the router's choice
+    int32_t *             slot_rows; // [n_tokens][n_used] the same as slots, source of the async copy
+    size_t                ids_cap;   // elements of each
+    struct ggml_context * ctx;       // slot_ids, repeats
+    ggml_backend_buffer_t buffer;
+    struct ggml_tensor *  slot_ids;  // [n_used, n_tokens] on the device
+    struct ggml_tensor *  repeats[TSG_MAX_PARTS];  // scratch for scales, [n_slots x tokens]; NULL if no pool has scales
+
+    // one step
+    int32_t         n_distinct;
+    int32_t         distinct[TSG_MAX_EXPERTS];  // experts wanted, most wanted first
+    int32_t         count[TSG_MAX_EXPERTS];     // tokens that want expert e
+    int32_t         global[TSG_MAX_EXPERTS];    // distinct, as ids of the pool
+    int32_t         slot[TSG_MAX_EXPERTS];      // their slots
+    int32_t         slot_of[TSG_MAX_EXPERTS];   // by expert
+    struct tsg_load loads[TSG_MAX_EXPERTS];
+};
+
+// ---- how many tokens may go through slots ----
+
+// Up to so many tokens ggml-cuda multiplies expert rows one by one (MMVQ), where an expert's place does not change a bit. From there on it is MMQ.
+// Source: get_mmvq_mmid_max_batch_turing_plus() in ggml-cuda/mmvq.cu, the lowest of the tables for compute capability 7.5 and up.
+static int64_t cuda_slot_tokens(enum ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_Q3_K:
+            return 5;
+        case GGML_TYPE_IQ3_S:
+            return 6;
+        case GGML_TYPE_IQ2_S:
+        case GGML_TYPE_IQ3_XXS:
+        case GGML_TYPE_MXFP4:
+        case GGML_TYPE_Q2_K:
+            return 7;
+        default:
+            return 8;
+    }
+}
+
+static int64_t slot_tokens(const struct tsg_pager * pager, const struct tsg_layer * layer) {
+    if (pager->inner_is_cpu) {
+        return CPU_SLOT_TOKENS;
+    }
+    int64_t tokens = TSG_DECODE_TOKENS;
+    for (int32_t p = 0; p < layer->n_parts; p++) {
+        const int64_t limit = cuda_slot_tokens(layer->weight[p].type);
+        tokens              = limit < tokens ? limit : tokens;
+    }
+    return tokens;
+}
+
+// ---- life ----
+
+// Device memory for slot ids and scale scratch, for the largest step that goes through slots.
+static bool alloc_device(struct tsg_engine * e) {
+    const struct tsg_pager * pager  = e->pager;
+    const int64_t            tokens = pager->inner_is_cpu ? CPU_SLOT_TOKENS : TSG_DECODE_TOKENS;
+    int64_t n_used = 1, n_slots[TSG_MAX_PARTS] = { 0 };
+    for (int32_t i = 0; i < pager->n_pools; i++) {
+        const struct tsg_pool * pool = &pager->pools[i];
+        n_used                       = pool->max_used > n_used ? pool->max_used : n_used;
+        for (int32_t p = 0; p < pool->n_parts; p++) {
+            n_slots[p] = pool->scale[p] && pool->n_slots > n_slots[p] ? pool->n_slots : n_slots[p];
+        }
+    }
+    e->ctx      = ggml_init((struct ggml_init_params) { .mem_size = ggml_tensor_overhead() * (1 + TSG_MAX_PARTS), .no_alloc = true });
+    e->slot_ids = ggml_new_tensor_2d(e->ctx, GGML_TYPE_I32, n_used, tokens);
+    for (int32_t p = 0; p < TSG_MAX_PARTS; p++) {
+        e->repeats[p] = n_slots[p] ? ggml_new_tensor_2d(e->ctx, GGML_TYPE_F32, n_slots[p], tokens) : NULL;
+    }
+    e->buffer = ggml_backend_alloc_ctx_tensors_from_buft(e->ctx, ggml_backend_get_default_buffer_type(e->inner));
+    return e->buffer != NULL;
+}
+
+struct tsg_engine * tsg_engine_new(struct tsg_pager * pager, ggml_backend_t inner) {
+    struct tsg_engine * e = calloc(1, sizeof(struct tsg_engine));
+    if (e) {
+        e->pager = pager;
+        e->inner = inner;
+        if (!alloc_device(e)) {
+            tsg_engine_free(e);
+            return NULL;
+        }
+    }
+    return e;
+}
+
+void tsg_engine_free(struct tsg_engine * e) {
+    mtx_lock(&e->pager->lock);
+    if (e->pager->active == e) {
+        ggml_backend_synchronize(e->inner);
+        e->pager->active = NULL;
+    }
+    mtx_unlock(&e->pager->lock);
+    tsg_graph_free(&e->graph);
+    ggml_backend_buffer_free(e->buffer);
+    ggml_backend_buffer_free(e->host);
+    ggml_free(e->ctx);
+    free(e);
+}
+
+void tsg_engine_wait(struct tsg_pager * pager) {
+    if (pager->active) {
+        ggml_backend_synchronize(pager->active->inner);
+    }
+}
+
+// ---- the router's choice ----
+
+static bool reserve_ids(struct tsg_engine * e, size_t n) {
+    if (n <= e->ids_cap) {
+        return true;
+    }
+    bool pinned;
+    ggml_backend_synchronize(e->inner);  // the old staging may still be read
+    ggml_backend_buffer_free(e->host);
+    e->host    = tsg_host_alloc(e->pager, 2 * n * sizeof(int32_t), &pinned);
+    e->ids_cap = e->host ? n : 0;
+    if (!e->host) {
+        tsg_fail(TSG_E_MEMORY, "no host memory for the ids of %zu routed experts", n);
+        return false;
+    }
+    e->ids       = ggml_backend_buffer_get_base(e->host);
+    e->slot_rows = e->ids + n;
+    return true;
+}
+
+static int by_count(const void * a, const void * b) {
+    const int32_t * x = a;
+    const int32_t * y = b;
+    return x[1] != y[1] ? (x[1] < y[1] ? 1 : -1) : (x[0] > y[0]) - (x[0] < y[0]);
+}
+
+// Reads the ids of a step and lists the distinct experts, the most wanted first.
+static bool read_ids(struct tsg_engine * e, const struct tsg_step * step) {
+    const struct ggml_tensor * ids = step->ids;
+    const int64_t n_used = ids->ne[0], n_tokens = ids->ne[1];
+    const size_t  n = (size_t) (n_used * n_tokens);
+    if (!reserve_ids(e, n)) {
+        return false;
+    }
+    ggml_backend_tensor_get_2d_async(e->inner, ids, e->ids, 0, (size_t) n_used * sizeof(int32_t), (size_t) n_tokens, ids->nb[1],
+                                     (size_t) n_used * sizeof(int32_t));
+    ggml_backend_synchronize(e->inner);
+
+    const int32_t n_expert = step->layer->n_expert;
+    memset(e->count, 0, sizeof(int32_t) * (size_t) n_expert);
+    for (size_t i = 0; i < n; i++) {
+        if (e->ids[i] < 0 || e->ids[i] >= n_expert) {
+            tsg_fail(TSG_E_STATE, "the router of %s chose expert %d of %d", step->layer->weight[0].name, e->ids[i], n_expert);
+            return false;
+        }
+        e->count[e->ids[i]]++;
+    }
+    int32_t pairs[TSG_MAX_EXPERTS][2];
+    e->n_distinct = 0;
+    for (int32_t x = 0; x < n_expert; x++) {
+        if (e->count[x]) {
+            pairs[e->n_distinct][0]   = x;
+            pairs[e->n_distinct++][1] = e->count[x];
+        }
+    }
+    qsort(pairs, (size_t) e->n_distinct, sizeof(pairs[0]), by_count);
+    for (int32_t i = 0; i < e->n_distinct; i++) {
+        e->distinct[i] = pairs[i][0];
+        e->global[i]   = step->layer->first + pairs[i][0];
+    }
+    return true;
+}
+
+// ---- one step ----
+
+static struct tsg_pool * pool_of(struct tsg_engine * e, const struct tsg_step * step) {
+    return &e->pager->pools[step->layer->pool];
+}
+
+static void load_misses(struct tsg_engine * e, const struct tsg_step * step, int32_t n_loads, struct tsg_counts * counts) {
+    for (int32_t i = 0; i < n_loads; i++) {
+        tsg_pool_load_slot(pool_of(e, step), e->inner, step->layer, e->loads[i].expert - step->layer->first, e->loads[i].slot);
+    }
+    counts->bytes_link += (uint64_t) n_loads * tsg_layer_expert_bytes(step->layer);
+}
+
+static bool run_in_slots(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step) {
+    const int64_t n_used = step->ids->ne[0], n_tokens = step->ids->ne[1];
+    for (int32_t i = 0; i < e->n_distinct; i++) {
+        e->slot_of[e->distinct[i]] = e->slot[i];
+    }
+    for (int64_t i = 0; i < n_used * n_tokens; i++) {
+        e->slot_rows[i] = e->slot_of[e->ids[i]];
+    }
+    struct ggml_tensor * t = e->slot_ids;
+    t->ne[0] = n_used;
+    t->ne[1] = n_tokens;
+    t->nb[1] = (size_t) n_used * sizeof(int32_t);
+    t->nb[2] = t->nb[3] = (size_t) (n_used * n_tokens) * sizeof(int32_t);
+    ggml_backend_tensor_set_async(e->inner, t, e->slot_rows, 0, t->nb[2]);
+    return tsg_graph_use_slots(&e->graph, graph, step, pool_of(e, step), t, e->repeats);
+}
+
+static bool run_in_stage(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, struct tsg_counts * counts) {
+    struct tsg_pool * pool  = pool_of(e, step);
+    size_t            bytes = 0;
+    for (int32_t p = 0; p < pool->n_parts; p++) {
+        bytes += step->layer->weight[p].bytes;
+        pool->stage[p]->ne[2] = step->layer->n_expert;
+    }
+    for (int32_t i = 0; i < e->n_distinct; i++) {
+        if (e->slot[i] >= 0) {
+            tsg_pool_slot_to_stage(pool, e->inner, e->slot[i], e->distinct[i]);
+            counts->bytes_device += bytes;
+        } else {
+            tsg_pool_load_stage(pool, e->inner, step->layer, e->distinct[i]);
+            counts->bytes_link += bytes;
+        }
+    }
+    counts->streamed++;
+    return tsg_graph_use_experts(&e->graph, graph, step, pool->stage);
+}
+
+// How many more of this layer's experts a long prompt may leave in free slots: an equal share for each layer, so that the first do not take them all.
+static int32_t fair_share(const struct tsg_engine * e, const struct tsg_step * step) {
+    const struct tsg_pool * pool  = &e->pager->pools[step->layer->pool];
+    int32_t                 share = (pool->n_slots + pool->n_layers - 1) / pool->n_layers;
+    for (int32_t x = 0; x < step->layer->n_expert; x++) {
+        share -= pool->slots.slot_of[step->layer->first + x] >= 0;
+    }
+    return share > 0 ? share : 0;
+}
+
+static bool run_step(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, enum tsg_phase phase) {
+    struct tsg_pool *   pool   = pool_of(e, step);
+    struct tsg_counts * counts = &e->pager->counts[phase];
+    if (!read_ids(e, step)) {
+        return false;
+    }
+    const bool fits_slots = step->ids->ne[1] <= slot_tokens(e->pager, step->layer);
+    const bool few        = (int64_t) e->n_distinct * pool->n_layers <= pool->n_slots;  // a layer's share: through the cache, like decode
+    int32_t    n_loads    = -1;
+    if (fits_slots || few) {
+        n_loads = tsg_slots_acquire(&pool->slots, e->global, e->n_distinct, phase, TSG_ADMIT_ALL, 0, e->slot, e->loads, counts);
+    }
+    if (n_loads >= 0) {
+        load_misses(e, step, n_loads, counts);
+        return fits_slots ? run_in_slots(e, graph, step) : run_in_stage(e, graph, step, counts);
+    }
+    n_loads = tsg_slots_acquire(&pool->slots, e->global, e->n_distinct, phase, TSG_ADMIT_FREE, fair_share(e, step), e->slot, e->loads, counts);
+    if (n_loads < 0) {
+        tsg_fail(TSG_E_MEMORY, "no memory for the bookkeeping of a layer");
+        return false;
+    }
+    load_misses(e, step, n_loads, counts);
+    return run_in_stage(e, graph, step, counts);
+}
+
+// ---- a graph ----
+
+static enum ggml_status compute_range(struct tsg_engine * e, struct ggml_cgraph * graph, int from, int to) {
+    if (from == to) {
+        return GGML_STATUS_SUCCESS;
+    }
+    if (from == 0 && to == graph->n_nodes) {
+        return ggml_backend_graph_compute_async(e->inner, graph);  // whole, with its uid: the device may replay it
+    }
+    struct ggml_cgraph view = ggml_graph_view(graph, from, to);
+    return ggml_backend_graph_compute_async(e->inner, &view);
+}
+
+static enum ggml_status compute_steps(struct tsg_engine * e, struct ggml_cgraph * graph) {
+    int64_t n_tokens = 0;
+    for (int i = 0; i < e->graph.n_steps; i++) {  // the last layer may see fewer: only tokens whose logits are wanted
+        n_tokens = e->graph.steps[i].ids->ne[1] > n_tokens ? e->graph.steps[i].ids->ne[1] : n_tokens;
+    }
+    const enum tsg_phase phase  = n_tokens <= TSG_DECODE_TOKENS ? TSG_DECODE : TSG_PREFILL;
+    struct tsg_counts *  counts = &e->pager->counts[phase];
+    counts->graphs++;
+
+    int done = 0;
+    for (int i = 0; i < e->graph.n_steps; i++) {
+        const struct tsg_step * step = &e->graph.steps[i];
+        struct tsg_pool *       pool = pool_of(e, step);
+        const uint64_t          rows = (uint64_t) ggml_nelements(step->ids);
+        if (pool->resident) {
+            struct ggml_tensor * weights[TSG_MAX_PARTS];
+            for (int32_t p = 0; p < TSG_MAX_PARTS; p++) {
+                weights[p] = &step->layer->resident[p];
+            }
+            counts->lookups += rows;
+            counts->hits    += rows;
+            if (!tsg_graph_use_experts(&e->graph, graph, step, weights)) {
+                return GGML_STATUS_ALLOC_FAILED;
+            }
+            continue;
+        }
+        if (rows == 0) {
+            continue;  // no token asks for logits: the nodes are empty, no backend looks at their weights
+        }
+        const enum ggml_status status = compute_range(e, graph, done, step->first);
+        done                          = step->first;
+        if (status != GGML_STATUS_SUCCESS) {
+            return status;
+        }
+        if (!run_step(e, graph, step, phase)) {
+            return GGML_STATUS_FAILED;
+        }
+    }
+    return compute_range(e, graph, done, graph->n_nodes);
+}
+
+enum ggml_status tsg_engine_compute(struct tsg_engine * e, struct ggml_cgraph * graph) {
+    struct tsg_pager * pager = e->pager;
+    mtx_lock(&pager->lock);
+    enum ggml_status status = GGML_STATUS_FAILED;
+    if (tsg_graph_scan(&e->graph, pager, graph)) {
+        if (e->graph.n_steps == 0) {
+            status = ggml_backend_graph_compute_async(e->inner, graph);
+        } else {
+            if (pager->active != e) {
+                tsg_engine_wait(pager);
+                pager->active = e;
+            }
+            status = compute_steps(e, graph);
+            tsg_graph_restore(&e->graph);
+        }
+    }
+    mtx_unlock(&pager->lock);
+    return status;
+}

@@ -1,0 +1,213 @@
+// experts.c - counters, and single experts by hand: look, pin, prefetch, evict.
+#include "pager.h"
+
+#include <string.h>
+
+// ---- counters ----
+
+void tsg_pager_stats(struct tsg_pager * pager, struct tsg_stats * out) {
+    mtx_lock(&pager->lock);
+    *out = (struct tsg_stats) {
+        .phase        = { pager->counts[0], pager->counts[1] },
+        .host_pinned  = !pager->host_pageable,
+        .all_resident = pager->n_pools > 0,
+    };
+    for (int32_t i = 0; i < pager->n_layers; i++) {
+        for (int32_t p = 0; p < pager->layers[i]->n_parts; p++) {
+            out->host_bytes   += pager->layers[i]->weight[p].arrived;
+            out->host_tensors += pager->layers[i]->weight[p].arrived > 0;
+        }
+    }
+    for (int32_t i = 0; i < pager->n_pools; i++) {
+        const struct tsg_pool * pool = &pager->pools[i];
+        out->pool_bytes   += pool->buffer ? ggml_backend_buffer_get_size(pool->buffer) : 0;
+        out->stage_bytes  += pool->stage_buffer ? ggml_backend_buffer_get_size(pool->stage_buffer) : 0;
+        out->slots_total  += pool->slots.n_slots;
+        out->slots_used   += pool->slots.n_used;
+        out->all_resident &= pool->resident;
+    }
+    mtx_unlock(&pager->lock);
+}
+
+void tsg_pager_reset_stats(struct tsg_pager * pager) {
+    mtx_lock(&pager->lock);
+    memset(pager->counts, 0, sizeof(pager->counts));
+    for (int32_t i = 0; i < pager->n_pools; i++) {
+        struct tsg_slots * slots = &pager->pools[i].slots;
+        memset(slots->hits, 0, sizeof(uint64_t) * (size_t) slots->n_experts);
+        memset(slots->misses, 0, sizeof(uint64_t) * (size_t) slots->n_experts);
+    }
+    mtx_unlock(&pager->lock);
+}
+
+enum tsg_status tsg_pager_set_policy(struct tsg_pager * pager, enum tsg_policy policy) {
+    if (policy < TSG_POLICY_LFRU || policy > TSG_POLICY_FIFO) {
+        return tsg_fail(TSG_E_ARGUMENT, "there is no policy %d", (int) policy);
+    }
+    mtx_lock(&pager->lock);
+    pager->policy = policy;
+    for (int32_t i = 0; i < pager->n_pools; i++) {
+        tsg_slots_set_policy(&pager->pools[i].slots, policy);
+    }
+    mtx_unlock(&pager->lock);
+    return TSG_OK;
+}
+
+enum tsg_status tsg_pager_check_integrity(struct tsg_pager * pager) {
+    const char * wrong = NULL;
+    mtx_lock(&pager->lock);
+    for (int32_t i = 0; i < pager->n_pools && !wrong; i++) {
+        wrong = tsg_slots_check(&pager->pools[i].slots);
+    }
+    for (int phase = 0; phase < 2 && !wrong; phase++) {
+        const struct tsg_counts * c = &pager->counts[phase];
+        wrong = c->hits + c->misses != c->lookups ? "hits and misses do not add up to lookups" : NULL;
+    }
+    mtx_unlock(&pager->lock);
+    return wrong ? tsg_fail(TSG_E_STATE, "%s", wrong) : TSG_OK;
+}
+
+// ---- one expert ----
+
+// The layer, or NULL (and an error) if there is no such layer, expert or part.
+static struct tsg_layer * find(struct tsg_pager * pager, int32_t layer, int32_t expert, int32_t part) {
+    if (layer < 0 || layer >= pager->n_layers || expert < 0 || expert >= pager->layers[layer]->n_expert || part < 0 ||
+        part >= pager->layers[layer]->n_parts) {
+        tsg_fail(TSG_E_ARGUMENT, "there is no weight %d of expert %d in layer %d", part, expert, layer);
+        return NULL;
+    }
+    return pager->layers[layer];
+}
+
+static struct tsg_expert describe(const struct tsg_slots * slots, int32_t id) {
+    return (struct tsg_expert) {
+        .slot     = slots->slot_of[id],
+        .pinned   = slots->pinned[id],
+        .hits     = slots->hits[id],
+        .misses   = slots->misses[id],
+        .last_use = slots->use[id].last / slots->period,
+    };
+}
+
+enum tsg_status tsg_expert_get(struct tsg_pager * pager, int32_t layer, int32_t expert, struct tsg_expert * out) {
+    struct tsg_layer * l = find(pager, layer, expert, 0);
+    if (!l) {
+        return TSG_E_ARGUMENT;
+    }
+    mtx_lock(&pager->lock);
+    *out = describe(&pager->pools[l->pool].slots, l->first + expert);
+    mtx_unlock(&pager->lock);
+    return TSG_OK;
+}
+
+enum tsg_status tsg_expert_get_layer(struct tsg_pager * pager, int32_t layer, struct tsg_expert * out) {
+    struct tsg_layer * l = find(pager, layer, 0, 0);
+    if (!l) {
+        return TSG_E_ARGUMENT;
+    }
+    mtx_lock(&pager->lock);
+    for (int32_t e = 0; e < l->n_expert; e++) {
+        out[e] = describe(&pager->pools[l->pool].slots, l->first + e);
+    }
+    mtx_unlock(&pager->lock);
+    return TSG_OK;
+}
+
+enum tsg_status tsg_expert_host(struct tsg_pager * pager, int32_t layer, int32_t expert, int32_t part, const void ** data, size_t * size) {
+    struct tsg_layer * l = find(pager, layer, expert, part);
+    if (!l) {
+        return TSG_E_ARGUMENT;
+    }
+    const struct tsg_weight * w = &l->weight[part];
+    if (!w->tensor) {
+        return tsg_fail(TSG_E_STATE, "%s is not loaded", w->name);
+    }
+    *data = (const char *) w->tensor->data + (size_t) expert * w->bytes;
+    *size = w->bytes;
+    return TSG_OK;
+}
+
+enum tsg_status tsg_expert_read_slot(struct tsg_pager * pager, int32_t layer, int32_t expert, int32_t part, void * data, size_t size) {
+    struct tsg_layer * l = find(pager, layer, expert, part);
+    if (!l || size != l->weight[part].bytes) {
+        return l ? tsg_fail(TSG_E_ARGUMENT, "%s has %zu bytes an expert, not %zu", l->weight[part].name, l->weight[part].bytes, size)
+                 : TSG_E_ARGUMENT;
+    }
+    enum tsg_status status = TSG_OK;
+    mtx_lock(&pager->lock);
+    struct tsg_pool * pool = &pager->pools[l->pool];
+    const int32_t     slot = pool->slots.slot_of[l->first + expert];
+    if (slot < 0) {
+        status = tsg_fail(TSG_E_STATE, "expert %d of %s is in no slot", expert, l->weight[part].name);
+    } else {
+        tsg_engine_wait(pager);
+        ggml_backend_tensor_get(pool->slot[part], data, (size_t) slot * size, size);
+    }
+    mtx_unlock(&pager->lock);
+    return status;
+}
+
+// Makes an expert resident now; the pager is locked.
+static enum tsg_status make_resident(struct tsg_pager * pager, struct tsg_layer * l, int32_t expert) {
+    struct tsg_pool *   pool   = &pager->pools[l->pool];
+    struct tsg_counts * counts = &pager->counts[TSG_DECODE];
+    struct tsg_load     load;
+    if (!tsg_slots_load(&pool->slots, l->first + expert, &load, counts)) {
+        return tsg_fail(TSG_E_STATE, "every slot is pinned: unpin an expert first");
+    }
+    if (load.slot >= 0) {
+        tsg_engine_wait(pager);  // a kernel may still read the slot that is overwritten
+        tsg_pool_load_slot(pool, NULL, l, expert, load.slot);
+        counts->bytes_link += tsg_layer_expert_bytes(l);
+    }
+    return TSG_OK;
+}
+
+enum tsg_status tsg_expert_pin(struct tsg_pager * pager, int32_t layer, int32_t expert, bool pin) {
+    struct tsg_layer * l = find(pager, layer, expert, 0);
+    if (!l) {
+        return TSG_E_ARGUMENT;
+    }
+    struct tsg_pool * pool   = &pager->pools[l->pool];
+    enum tsg_status   status = TSG_OK;
+    mtx_lock(&pager->lock);
+    if (!pin) {
+        tsg_slots_unpin(&pool->slots, l->first + expert);
+    } else {
+        status = make_resident(pager, l, expert);
+        if (status == TSG_OK && !tsg_slots_pin(&pool->slots, l->first + expert, pool->resident ? 0 : pool->max_used)) {
+            status = tsg_fail(TSG_E_STATE, "%d of %d slots are pinned, and one token needs %d: unpin an expert first", pool->slots.n_pinned,
+                              pool->n_slots, pool->max_used);
+        }
+    }
+    mtx_unlock(&pager->lock);
+    return status;
+}
+
+enum tsg_status tsg_expert_prefetch(struct tsg_pager * pager, int32_t layer, int32_t expert) {
+    struct tsg_layer * l = find(pager, layer, expert, 0);
+    if (!l) {
+        return TSG_E_ARGUMENT;
+    }
+    mtx_lock(&pager->lock);
+    const enum tsg_status status = make_resident(pager, l, expert);
+    mtx_unlock(&pager->lock);
+    return status;
+}
+
+enum tsg_status tsg_expert_evict(struct tsg_pager * pager, int32_t layer, int32_t expert) {
+    struct tsg_layer * l = find(pager, layer, expert, 0);
+    if (!l) {
+        return TSG_E_ARGUMENT;
+    }
+    struct tsg_pool * pool   = &pager->pools[l->pool];
+    enum tsg_status   status = TSG_OK;
+    mtx_lock(&pager->lock);
+    if (pool->resident) {
+        status = tsg_fail(TSG_E_STATE, "this pool holds all its experts, none can leave");
+    } else if (!tsg_slots_evict(&pool->slots, l->first + expert)) {
+        status = tsg_fail(TSG_E_STATE, "expert %d of layer %d is pinned: unpin it first", expert, layer);
+    }
+    mtx_unlock(&pager->lock);
+    return status;
+}

@@ -1,0 +1,125 @@
+// pager.h - the pager: everything the shim knows of one model.
+//
+//   api.c      errors, the ABI guard, devices
+//   pager.c    life of a pager
+//   experts.c  counters, and experts by hand
+//   buffer.c   the expert buffer type: host memory that llama.cpp's loader fills
+//   device.c   the proxy device that llama.cpp is given
+//   backend.c  its backend: forwards to the inner one, graphs go through the engine
+//   engine.c   cuts a graph at the expert layers, makes routed experts resident, points the nodes at slots
+//   graph.c    finds the expert layers in a graph, patches nodes and restores them
+//   pool.c     device memory of the slots and copies into it
+//   slots.c    which expert lies in which slot; policy.h says which one leaves
+#pragma once
+
+#include "ggml-abi.h"
+#include "slots.h"
+
+#include <stdatomic.h>
+#include <threads.h>
+
+// One weight of a layer, [ne0, ne1, n_expert].
+struct tsg_weight {
+    char            name[GGML_MAX_NAME];
+    char            bias_name[GGML_MAX_NAME];   // "" = none
+    char            scale_name[GGML_MAX_NAME];  // "" = none
+    enum ggml_type  type;
+    int64_t         ne0;
+    int64_t         ne1;
+    size_t          bytes;    // of one expert
+    float *         bias;     // [n_expert][ne1], page-locked
+    float *         scale;    // [n_expert], page-locked
+    struct ggml_tensor * tensor;  // the model's tensor; its data is the host pool, [n_expert][bytes]
+    size_t          arrived;  // bytes that the loader has stored
+    int32_t         part;
+    struct tsg_layer * layer;
+};
+
+struct tsg_layer {
+    int32_t            pool;
+    int32_t            first;  // id in the pool of this layer's expert 0
+    int32_t            n_expert;
+    int32_t            n_used;
+    int32_t            n_parts;
+    struct tsg_weight  weight[TSG_MAX_PARTS];
+    struct ggml_tensor resident[TSG_MAX_PARTS];  // this layer's part of a pool that holds everything, [ne0, ne1, n_expert]
+};
+
+// Slots for experts of one layout. A slot tensor has one slot more in memory than ne[2] says: CUDA's MMQ reads past the last expert, and what it finds
+// there, like every slot not yet filled, must not be a NaN pattern: the memory is zeroed.
+struct tsg_pool {
+    struct tsg_slots        slots;
+    int32_t                 n_slots;
+    int32_t                 n_experts;
+    int32_t                 n_layers;
+    int32_t                 max_expert;  // experts of its largest layer: the width of the stage
+    int32_t                 max_used;
+    int32_t                 n_parts;
+    bool                    resident;  // every expert has a slot, slot = id: nothing ever moves
+    const struct tsg_weight * layout;    // first layer's weights
+    struct ggml_context *   ctx;
+    struct ggml_context *   stage_ctx;
+    ggml_backend_buffer_t   buffer;
+    ggml_backend_buffer_t   stage_buffer;
+    struct ggml_tensor *    slot[TSG_MAX_PARTS];   // [ne0, ne1, n_slots]
+    struct ggml_tensor *    bias[TSG_MAX_PARTS];   // [ne1, n_slots] or NULL
+    struct ggml_tensor *    scale[TSG_MAX_PARTS];  // [n_slots] or NULL
+    struct ggml_tensor *    stage[TSG_MAX_PARTS];  // [ne0, ne1, max_expert]: one layer in the model's own order; NULL if resident
+};
+
+struct tsg_engine;
+
+struct tsg_pager {
+    struct ggml_backend_device      device;
+    struct ggml_backend_reg         reg;
+    struct ggml_backend_buffer_type buft;
+    ggml_backend_dev_t              inner;
+    bool                            inner_is_cpu;
+    enum tsg_policy                 policy;
+    atomic_int                      refs;  // the caller's, one per buffer, one per backend
+    mtx_t                           lock;  // held while a graph is computed and while slots change by hand
+    struct tsg_engine *             active;  // whose kernels may still read slots
+    bool                            committed;
+
+    struct tsg_layer ** layers;  // [n_layers]
+    int32_t             n_layers;
+    struct tsg_pool *   pools;   // [n_pools]
+    int32_t             n_pools;
+
+    ggml_backend_buffer_t tables;  // biases and scales on the host
+    struct tsg_counts     counts[2];
+    size_t                host_bytes;
+    bool                  host_pageable;  // some host buffer could not be page-locked
+};
+
+// errors
+enum tsg_status tsg_fail(enum tsg_status status, const char * format, ...) __attribute__((format(printf, 2, 3)));
+
+// life
+void tsg_pager_ref(struct tsg_pager * pager);
+void tsg_pager_unref(struct tsg_pager * pager);
+
+// buffer.c
+void                  tsg_buffer_type_init(struct tsg_pager * pager);
+ggml_backend_buffer_t tsg_host_alloc(struct tsg_pager * pager, size_t size, bool * pinned);
+struct tsg_weight *   tsg_weight_of(struct tsg_pager * pager, const struct ggml_tensor * tensor);  // NULL: not an expert weight of this pager
+
+// device.c, backend.c
+void           tsg_device_init(struct tsg_pager * pager);
+ggml_backend_t tsg_backend_new(struct tsg_pager * pager, const char * params);
+
+// pool.c
+enum tsg_status tsg_pool_alloc(struct tsg_pager * pager, struct tsg_pool * pool);
+void            tsg_pool_free(struct tsg_pool * pool);
+size_t          tsg_layer_expert_bytes(const struct tsg_layer * layer);  // payload of one expert
+void            tsg_pool_view(struct ggml_tensor * view, const struct ggml_tensor * tensor, int64_t first, int64_t n);  // experts [first, first + n)
+// Copies on a backend's stream; with backend NULL they are complete on return.
+void tsg_pool_load_slot(struct tsg_pool * pool, ggml_backend_t backend, const struct tsg_layer * layer, int32_t expert, int32_t slot);
+void tsg_pool_load_stage(struct tsg_pool * pool, ggml_backend_t backend, const struct tsg_layer * layer, int32_t expert);
+void tsg_pool_slot_to_stage(struct tsg_pool * pool, ggml_backend_t backend, int32_t slot, int32_t expert);
+
+// engine.c
+struct tsg_engine * tsg_engine_new(struct tsg_pager * pager, ggml_backend_t inner);
+void                tsg_engine_free(struct tsg_engine * engine);
+enum ggml_status    tsg_engine_compute(struct tsg_engine * engine, struct ggml_cgraph * graph);
+void                tsg_engine_wait(struct tsg_pager * pager);  // until no kernel reads slots; the pager is locked

@@ -1,0 +1,115 @@
+// pool.c - device memory of the slots, and the copies into it.
+#include "pager.h"
+
+size_t tsg_layer_expert_bytes(const struct tsg_layer * layer) {
+    size_t bytes = 0;
+    for (int32_t p = 0; p < layer->n_parts; p++) {
+        const struct tsg_weight * w = &layer->weight[p];
+        bytes += w->bytes + (w->bias ? (size_t) w->ne1 * sizeof(float) : 0) + (w->scale ? sizeof(float) : 0);
+    }
+    return bytes;
+}
+
+static ggml_backend_buffer_t alloc_zeroed(struct tsg_pager * pager, struct ggml_context * ctx) {
+    ggml_backend_buffer_t buffer = ggml_backend_alloc_ctx_tensors_from_buft(ctx, ggml_backend_dev_buffer_type(pager->inner));
+    if (buffer) {
+        ggml_backend_buffer_set_usage(buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+        ggml_backend_buffer_clear(buffer, 0);
+    }
+    return buffer;
+}
+
+static struct ggml_context * tensors_only(void) {
+    return ggml_init((struct ggml_init_params) { .mem_size = ggml_tensor_overhead() * 4 * TSG_MAX_PARTS, .no_alloc = true });
+}
+
+// The slots and, unless everything is resident, a stage of one layer for prefill. Both with one expert of zeros behind the last, which ne does not
+// count.
+enum tsg_status tsg_pool_alloc(struct tsg_pager * pager, struct tsg_pool * pool) {
+    pool->ctx       = tensors_only();
+    pool->stage_ctx = tensors_only();
+    for (int32_t p = 0; p < pool->n_parts; p++) {
+        const struct tsg_weight * w = &pool->layout[p];
+        pool->slot[p]  = ggml_new_tensor_3d(pool->ctx, w->type, w->ne0, w->ne1, pool->n_slots + 1);
+        pool->bias[p]  = w->bias ? ggml_new_tensor_2d(pool->ctx, GGML_TYPE_F32, w->ne1, pool->n_slots + 1) : NULL;
+        pool->scale[p] = w->scale ? ggml_new_tensor_1d(pool->ctx, GGML_TYPE_F32, pool->n_slots + 1) : NULL;
+        pool->stage[p] = pool->resident ? NULL : ggml_new_tensor_3d(pool->stage_ctx, w->type, w->ne0, w->ne1, pool->max_expert + 1);
+    }
+    pool->buffer       = alloc_zeroed(pager, pool->ctx);
+    pool->stage_buffer = pool->buffer && !pool->resident ? alloc_zeroed(pager, pool->stage_ctx) : NULL;
+    if (!pool->buffer || (!pool->resident && !pool->stage_buffer)) {
+        return tsg_fail(TSG_E_MEMORY, "%s has no room for a pool of %d experts of %.1f MiB", ggml_backend_dev_name(pager->inner), pool->n_slots,
+                        (double) tsg_layer_expert_bytes(pool->layout->layer) / (1 << 20));
+    }
+    for (int32_t p = 0; p < pool->n_parts; p++) {
+        pool->slot[p]->ne[2]--;
+        if (pool->bias[p]) {
+            pool->bias[p]->ne[1]--;
+        }
+        if (pool->scale[p]) {
+            pool->scale[p]->ne[0]--;
+        }
+        if (pool->stage[p]) {
+            pool->stage[p]->ne[2]--;
+        }
+    }
+    return TSG_OK;
+}
+
+void tsg_pool_free(struct tsg_pool * pool) {
+    tsg_slots_free(&pool->slots);
+    ggml_backend_buffer_free(pool->buffer);
+    ggml_backend_buffer_free(pool->stage_buffer);
+    ggml_free(pool->ctx);
+    ggml_free(pool->stage_ctx);
+}
+
+// ---- copies ----
+
+static void copy_in(ggml_backend_t backend, struct ggml_tensor * tensor, const void * data, size_t size, int64_t index) {
+    if (backend) {
+        ggml_backend_tensor_set_async(backend, tensor, data, (size_t) index * size, size);
+    } else {
+        ggml_backend_tensor_set(tensor, data, (size_t) index * size, size);
+    }
+}
+
+static const uint8_t * expert_data(const struct tsg_weight * w, int32_t expert) {
+    return (const uint8_t *) w->tensor->data + (size_t) expert * w->bytes;
+}
+
+void tsg_pool_load_slot(struct tsg_pool * pool, ggml_backend_t backend, const struct tsg_layer * layer, int32_t expert, int32_t slot) {
+    for (int32_t p = 0; p < layer->n_parts; p++) {
+        const struct tsg_weight * w = &layer->weight[p];
+        copy_in(backend, pool->slot[p], expert_data(w, expert), w->bytes, slot);
+        if (w->bias) {
+            copy_in(backend, pool->bias[p], w->bias + expert * w->ne1, (size_t) w->ne1 * sizeof(float), slot);
+        }
+        if (w->scale) {
+            copy_in(backend, pool->scale[p], w->scale + expert, sizeof(float), slot);
+        }
+    }
+}
+
+void tsg_pool_load_stage(struct tsg_pool * pool, ggml_backend_t backend, const struct tsg_layer * layer, int32_t expert) {
+    for (int32_t p = 0; p < layer->n_parts; p++) {
+        const struct tsg_weight * w = &layer->weight[p];
+        copy_in(backend, pool->stage[p], expert_data(w, expert), w->bytes, expert);
+    }
+}
+
+void tsg_pool_view(struct ggml_tensor * view, const struct ggml_tensor * tensor, int64_t first, int64_t n) {
+    *view       = *tensor;
+    view->ne[2] = n;
+    view->nb[3] = view->nb[2] * (size_t) n;
+    view->data  = (char *) tensor->data + (size_t) first * tensor->nb[2];
+}
+
+void tsg_pool_slot_to_stage(struct tsg_pool * pool, ggml_backend_t backend, int32_t slot, int32_t expert) {
+    for (int32_t p = 0; p < pool->n_parts; p++) {
+        struct ggml_tensor from, to;
+        tsg_pool_view(&from, pool->slot[p], slot, 1);
+        tsg_pool_view(&to, pool->stage[p], expert, 1);
+        ggml_backend_tensor_copy_async(backend, backend, &from, &to);
+    }
+}

@@ -1,0 +1,57 @@
+// slots.h - which expert lies in which slot of a pool. Pure bookkeeping: no ggml, no device, no lock.
+#pragma once
+
+#include "policy.h"
+
+// Experts of a pool are numbered over all its layers: id = first expert of the layer + expert.
+struct tsg_slots {
+    enum tsg_policy policy;
+    int32_t         n_slots;
+    int32_t         n_experts;
+    int32_t         n_used;       // slots that hold an expert
+    int32_t         n_pinned;
+    int32_t         n_protected;  // SLRU
+    uint64_t        clock;        // ticks: one per tsg_slots_acquire
+    uint64_t        period;       // ticks per graph
+
+    int32_t *        slot_of;    // [n_experts] -> slot, -1 = host memory only
+    int32_t *        expert_in;  // [n_slots]   -> expert, -1 = free
+    bool *           pinned;     // [n_experts]
+    struct tsg_use * use;        // [n_experts]
+    uint64_t *       in_step;    // [n_slots] clock of the step that needs it: not a victim in that step
+    uint64_t *       hits;       // [n_experts]
+    uint64_t *       misses;     // [n_experts]
+};
+
+struct tsg_load {
+    int32_t expert;
+    int32_t slot;
+};
+
+enum tsg_admit {
+    TSG_ADMIT_ALL,   // every expert gets a slot, or the call fails
+    TSG_ADMIT_FREE,  // misses take free slots only: nothing is evicted
+};
+
+bool tsg_slots_init(struct tsg_slots * slots, enum tsg_policy policy, int32_t n_slots, int32_t n_experts, int32_t period);
+void tsg_slots_free(struct tsg_slots * slots);
+
+// One layer step that needs the `n` distinct `experts`. slot[i] becomes the slot of experts[i], or -1 if it was not admitted; `loads` (room for n)
+// lists what the caller must now copy into which slot. At most `max_loads` experts are admitted with TSG_ADMIT_FREE, in the order given.
+// Returns the number of loads, or -1 if TSG_ADMIT_ALL cannot be met: then nothing changed, not even the counts.
+int32_t tsg_slots_acquire(struct tsg_slots * slots, const int32_t * experts, int32_t n, enum tsg_phase phase, enum tsg_admit admit,
+                          int32_t max_loads, int32_t * slot, struct tsg_load * loads, struct tsg_counts * counts);
+
+// Every expert in the slot of its own number, in a pool with room for all.
+void tsg_slots_fill(struct tsg_slots * slots);
+
+// By hand. Each returns false, changing nothing, if it cannot be done (everything else pinned; pinned experts are not evicted).
+bool tsg_slots_load(struct tsg_slots * slots, int32_t expert, struct tsg_load * load, struct tsg_counts * counts);  // load->slot < 0: already resident
+bool tsg_slots_pin(struct tsg_slots * slots, int32_t expert, int32_t keep_free);  // expert is resident; keep_free slots must stay unpinned
+void tsg_slots_unpin(struct tsg_slots * slots, int32_t expert);
+bool tsg_slots_evict(struct tsg_slots * slots, int32_t expert);
+
+void tsg_slots_set_policy(struct tsg_slots * slots, enum tsg_policy policy);
+
+// NULL if the maps are a bijection and the counts agree, else what is wrong.
+const char * tsg_slots_check(const struct tsg_slots * slots);

@@ -1,0 +1,5 @@
+"""`python -m tinyserve_gguf`: the command line."""
+
+from tinyserve_gguf.cli import main
+
+main()

@@ -1,0 +1,291 @@
+"""The only owner of the native library: loads the shim, checks its ABI, and wraps its C API (`shim/tsg.h`) in Python.
+
+The seam in one paragraph. `tsg.h` is installed next to the library and read by cffi in ABI mode, so there is no second declaration to drift. Python
+finds ggml devices and hands them over as plain addresses; a `Pager` makes a proxy device around one of them and an expert buffer type, which
+llama.cpp's loader then gets as plain addresses again. Every failing call turns into one exception by `_check`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cffi
+
+from tinyserve_gguf import _llama
+from tinyserve_gguf.errors import AbiMismatchError, CapacityError, EngineError, OptionError, TinyserveError
+
+POLICIES = ("lfru", "lru", "slru", "lfu", "fifo")  # in the order of enum tsg_policy
+_REPAIR = "run: pip install --force-reinstall --no-cache-dir tinyserve-gguf"
+
+
+def _declarations(header: Path) -> str:
+    text = header.read_text(encoding="utf-8")
+    return text.split("// CDEF\n", 1)[1].split("// END\n", 1)[0]
+
+
+def _open(folder: Path) -> tuple[cffi.FFI, Any]:
+    """Load the shim from `folder` and check that it belongs to the loaded llama.cpp."""
+    library, header = folder / "libtsg.so", folder / "tsg.h"
+    if not library.exists() or not header.exists():
+        raise AbiMismatchError(f"the native library {library.name} is missing from {folder}; {_REPAIR}")
+    ffi = cffi.FFI()
+    ffi.cdef(_declarations(header))
+    _llama.start()
+    try:
+        lib = ffi.dlopen(str(library))
+    except OSError as error:
+        raise AbiMismatchError(f"the native library does not load ({error}); {_REPAIR}") from error
+    address = ctypes.cast(_llama.library().ggml_version, ctypes.c_void_p).value
+    if lib.tsg_abi_check(ffi.cast("void *", address), *_llama.struct_sizes()) != lib.TSG_OK:
+        reason = ffi.string(lib.tsg_last_error()).decode()
+        raise AbiMismatchError(f"{reason}; run: pip install llama-cpp-python==0.3.36 and then pip install --force-reinstall --no-cache-dir tinyserve-gguf")
+    return ffi, lib
+
+
+_ffi, _lib = _open(Path(__file__).parent)
+
+_ERRORS: dict[int, type[TinyserveError]] = {
+    _lib.TSG_E_ARGUMENT: OptionError,
+    _lib.TSG_E_MEMORY: CapacityError,
+    _lib.TSG_E_STATE: EngineError,
+    _lib.TSG_E_ABI: AbiMismatchError,
+}
+
+
+def last_error() -> str:
+    """What the shim last complained about on this thread."""
+    return str(_ffi.string(_lib.tsg_last_error()).decode("utf-8", "replace"))
+
+
+def _check(status: int) -> None:
+    if status != _lib.TSG_OK:
+        raise _ERRORS[status](last_error())
+
+
+# ---- devices --------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A ggml device. Memory in bytes."""
+
+    handle: int
+    name: str
+    description: str
+    memory_free: int
+    memory_total: int
+    is_cpu: bool
+
+    def multiplies(self, type_id: int, ne0: int, ne1: int, n_expert: int, n_used: int) -> bool:
+        """Whether the device has a MUL_MAT_ID kernel for expert weights of this type and shape."""
+        return bool(_lib.tsg_device_supports(_ffi.cast("void *", self.handle), type_id, ne0, ne1, n_expert, n_used))
+
+
+def devices() -> list[Device]:
+    """Every device that ggml knows here, in its order."""
+    found = []
+    for handle in _llama.device_handles():
+        out = _ffi.new("struct tsg_device *")
+        _lib.tsg_device_get(_ffi.cast("void *", handle), out)
+        found.append(
+            Device(
+                handle=handle,
+                name=_ffi.string(out.name).decode(),
+                description=_ffi.string(out.description).decode(),
+                memory_free=out.memory_free,
+                memory_total=out.memory_total,
+                is_cpu=out.is_cpu,
+            )
+        )
+    return found
+
+
+# ---- counters -------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Counters of one phase; see struct tsg_counts. `bytes_*` in bytes."""
+
+    lookups: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    bytes_link: int = 0
+    bytes_device: int = 0
+    streamed: int = 0
+    graphs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PagerStats:
+    """Everything the pager counts; see struct tsg_stats."""
+
+    prefill: Counts
+    decode: Counts
+    host_bytes: int
+    host_tensors: int
+    host_pinned: bool
+    pool_bytes: int
+    stage_bytes: int
+    slots_total: int
+    slots_used: int
+    all_resident: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertState:
+    """Where an expert is and how it was used. `slot` is -1 when it lies in host memory only."""
+
+    slot: int
+    pinned: bool
+    hits: int
+    misses: int
+    last_use: int
+
+
+_COUNTS = tuple(Counts.__dataclass_fields__)
+
+
+def _counts(c: Any) -> Counts:
+    return Counts(*(int(getattr(c, name)) for name in _COUNTS))
+
+
+def _state(e: Any) -> ExpertState:
+    return ExpertState(int(e.slot), bool(e.pinned), int(e.hits), int(e.misses), int(e.last_use))
+
+
+# ---- pager ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One weight of an expert layer; see struct tsg_part. The tables are float32 bytes, [n_expert][ne1] and [n_expert]."""
+
+    weight: str
+    type_id: int
+    ne0: int
+    ne1: int
+    bias: str | None = None
+    bias_data: bytes | None = None
+    scale: str | None = None
+    scale_data: bytes | None = None
+
+
+class Pager:
+    """Expert paging for one model on one device. Call order: add_pool, add_layer, commit, load the model, ready."""
+
+    def __init__(self, device: Device, policy: str) -> None:
+        out = _ffi.new("struct tsg_pager **")
+        _check(_lib.tsg_pager_new(_ffi.cast("void *", device.handle), POLICIES.index(policy), out))
+        self._pager: Any = out[0]
+
+    def close(self) -> None:
+        """Let go of the pager. Buffers and streams that llama.cpp still holds keep the rest alive."""
+        if self._pager:
+            _lib.tsg_pager_free(self._pager)
+            self._pager = None
+
+    def add_pool(self, n_slots: int) -> int:
+        index = _ffi.new("int32_t *")
+        _check(_lib.tsg_pager_add_pool(self._pager, n_slots, index))
+        return int(index[0])
+
+    def add_layer(self, pool: int, n_expert: int, n_used: int, parts: Sequence[Part]) -> int:
+        keep: list[Any] = []
+
+        def text(value: str | None) -> Any:
+            keep.append(_ffi.NULL if value is None else _ffi.new("char[]", value.encode()))
+            return keep[-1]
+
+        def table(value: bytes | None) -> Any:
+            keep.append(_ffi.NULL if value is None else _ffi.from_buffer("float[]", value))
+            return keep[-1]
+
+        array = _ffi.new("struct tsg_part[]", len(parts))
+        for i, part in enumerate(parts):
+            array[i].weight, array[i].bias, array[i].scale = text(part.weight), text(part.bias), text(part.scale)
+            array[i].bias_data, array[i].scale_data = table(part.bias_data), table(part.scale_data)
+            array[i].type, array[i].ne0, array[i].ne1 = part.type_id, part.ne0, part.ne1
+        index = _ffi.new("int32_t *")
+        _check(_lib.tsg_pager_add_layer(self._pager, pool, n_expert, n_used, array, len(parts), index))
+        return int(index[0])
+
+    def commit(self) -> None:
+        """Allocate the slots on the device. CapacityError if they do not fit."""
+        _check(_lib.tsg_pager_commit(self._pager))
+
+    def ready(self) -> None:
+        """Check that the loader stored every byte of every expert."""
+        _check(_lib.tsg_pager_ready(self._pager))
+
+    def offload(self, pattern: str) -> _llama.Offload:
+        """What llama.cpp's loader needs: the proxy device, and the expert buffer type for tensors that match `pattern`."""
+        return _llama.Offload(
+            device=int(_ffi.cast("uintptr_t", _lib.tsg_pager_device(self._pager))),
+            pattern=pattern,
+            buffer_type=int(_ffi.cast("uintptr_t", _lib.tsg_pager_buffer_type(self._pager))),
+        )
+
+    def stats(self) -> PagerStats:
+        out = _ffi.new("struct tsg_stats *")
+        _lib.tsg_pager_stats(self._pager, out)
+        return PagerStats(
+            prefill=_counts(out.phase[_lib.TSG_PREFILL]),
+            decode=_counts(out.phase[_lib.TSG_DECODE]),
+            host_bytes=out.host_bytes,
+            host_tensors=out.host_tensors,
+            host_pinned=out.host_pinned,
+            pool_bytes=out.pool_bytes,
+            stage_bytes=out.stage_bytes,
+            slots_total=out.slots_total,
+            slots_used=out.slots_used,
+            all_resident=out.all_resident,
+        )
+
+    def reset_stats(self) -> None:
+        _lib.tsg_pager_reset_stats(self._pager)
+
+    def set_policy(self, policy: str) -> None:
+        _check(_lib.tsg_pager_set_policy(self._pager, POLICIES.index(policy)))
+
+    def check_integrity(self) -> None:
+        """EngineError if slot maps or counters contradict each other."""
+        _check(_lib.tsg_pager_check_integrity(self._pager))
+
+    # one expert
+
+    def expert(self, layer: int, expert: int) -> ExpertState:
+        out = _ffi.new("struct tsg_expert *")
+        _check(_lib.tsg_expert_get(self._pager, layer, expert, out))
+        return _state(out)
+
+    def layer(self, layer: int, n_expert: int) -> list[ExpertState]:
+        out = _ffi.new("struct tsg_expert[]", n_expert)
+        _check(_lib.tsg_expert_get_layer(self._pager, layer, out))
+        return [_state(e) for e in out]
+
+    def expert_host(self, layer: int, expert: int, part: int) -> memoryview:
+        """The expert's raw bytes in the host pool: no copy, read-only, valid while the model is open."""
+        data, size = _ffi.new("const void **"), _ffi.new("size_t *")
+        _check(_lib.tsg_expert_host(self._pager, layer, expert, part, data, size))
+        return memoryview(_ffi.buffer(data[0], size[0])).toreadonly()
+
+    def expert_slot_bytes(self, layer: int, expert: int, part: int, size: int) -> bytes:
+        """The expert's bytes as they lie in its slot on the device, copied back."""
+        out = _ffi.new("uint8_t[]", size)
+        _check(_lib.tsg_expert_read_slot(self._pager, layer, expert, part, out, size))
+        return bytes(_ffi.buffer(out))
+
+    def pin(self, layer: int, expert: int, on: bool) -> None:
+        _check(_lib.tsg_expert_pin(self._pager, layer, expert, on))
+
+    def prefetch(self, layer: int, expert: int) -> None:
+        _check(_lib.tsg_expert_prefetch(self._pager, layer, expert))
+
+    def evict(self, layer: int, expert: int) -> None:
+        _check(_lib.tsg_expert_evict(self._pager, layer, expert))

@@ -1,0 +1,106 @@
+"""A conversation: messages, the model's chat template, and a KV cache that is never read twice."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from tinyserve_gguf._llama import Sampling, chat_formatter
+from tinyserve_gguf.errors import ModelFileError, OptionError
+from tinyserve_gguf.model import Model
+from tinyserve_gguf.stats import ReplyStats
+
+Message = dict[str, str]
+
+
+def render(model: Model, messages: list[Message]) -> str:
+    """The prompt text of `messages`, up to where the assistant begins."""
+    template = model.chat_template
+    if template is None:
+        raise ModelFileError(f"{model.facts.path} has no chat template: it is a base model, use Model.generate")
+    formatter = chat_formatter(template, bos=model.native.bos_text(), eos=model.native.eos_text())
+    try:
+        return formatter(messages)
+    except ValueError as error:  # raise_exception() of the template: a role it does not know, an order it does not take
+        raise OptionError(f"the chat template refuses these messages: {error}") from error
+
+
+def prompt_tokens(model: Model, messages: list[Message]) -> list[int]:
+    text = render(model, messages)
+    bos = model.native.bos_text()
+    return model.tokenize(text, add_bos=not (bos and text.startswith(bos)), special=True)
+
+
+class Conversation:
+    """Turns with one model. After an interrupted reply the conversation goes on from what was said."""
+
+    def __init__(self, model: Model, system: str | None = None) -> None:
+        self._model = model
+        self._session = model.session()
+        self._system = system
+        self.messages: list[Message] = []
+        self.last: ReplyStats | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every turn; the system prompt stays."""
+        self.messages = [{"role": "system", "content": self._system}] if self._system else []
+        self._said, self._tokens = "", list[int]()
+
+    def set_system(self, text: str | None) -> None:
+        """Change the system prompt. The turns stay, and are read anew with it."""
+        self._system = text
+        turns = [message for message in self.messages if message["role"] != "system"]
+        self.reset()
+        self.messages += turns
+
+    def reply(self, text: str, max_tokens: int = -1, sampling: Sampling = Sampling()) -> Iterator[str]:
+        """Say `text` and stream the answer. If the iterator is closed early, what was said so far stays in the conversation; if the prompt fails
+        (context full), nothing does."""
+        self.messages.append({"role": "user", "content": text})
+        said = ""
+        try:
+            prompt, tokens = self._prompt()
+            made: list[int] = []
+
+            def keep(source: Iterator[int]) -> Iterator[int]:
+                for token in source:
+                    made.append(token)
+                    yield token
+
+            for piece in self._model.text(keep(self._session.generate(tokens, max_tokens, sampling))):
+                said += piece
+                yield piece
+        except BaseException:
+            if not said:
+                self.messages.pop()
+                raise
+            self._finish(said, prompt, tokens, made)
+            raise
+        self._finish(said, prompt, tokens, made)
+
+    def _finish(self, said: str, prompt: str, tokens: list[int], made: list[int]) -> None:
+        self.messages.append({"role": "assistant", "content": said})
+        self._said, self._tokens = prompt + said, tokens + made
+        self.last = self._session.last
+
+    def _prompt(self) -> tuple[str, list[int]]:
+        """Text and tokens of the whole conversation. Where the text only grew, the tokens of before are kept as the model wrote them and only the
+        rest is tokenized: its own reply, tokenized anew, may split otherwise and would be read again."""
+        text = render(self._model, self.messages)
+        if self._said and text.startswith(self._said):
+            rest = self._model.tokenize(text[len(self._said) :], add_bos=False, special=True)
+            return text, self._tokens + rest
+        return text, prompt_tokens(self._model, self.messages)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the messages as JSON. OptionError if that file cannot be written."""
+        try:
+            Path(path).write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise OptionError(f"cannot write {path}: {error.strerror}") from error
+
+    def close(self) -> None:
+        self._session.close()

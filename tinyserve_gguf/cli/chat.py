@@ -1,0 +1,135 @@
+"""`chat MODEL`: talk to a model in the terminal, answer one prompt, or answer a script of turns."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import click
+
+from tinyserve_gguf.cli.interrupt import Interrupt
+from tinyserve_gguf.cli.lines import TerminalReader, pipe_reader, read_all, utf8
+from tinyserve_gguf.cli.options import INT32_MAX, placement_options, predict_option, sampling_options, take_sampling
+from tinyserve_gguf.cli.repl import Repl
+from tinyserve_gguf.cli.report import StatsFile, content
+from tinyserve_gguf.errors import OptionError, TinyserveError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tinyserve_gguf.model import Model
+
+EPILOG = """\b
+Examples:
+  chat model.gguf                                  talk to it; /help lists the commands
+  chat model.gguf -p "Name a river." --temp 0      one answer, on stdout alone
+  git diff | chat model.gguf -p - > review.txt     the prompt from stdin
+  chat model.gguf < turns.txt                      a script: every line is a turn
+  chat model.gguf --expert-cache 6GiB -c 8192      how much of the device to use
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("model", metavar="MODEL", type=click.Path())
+@click.option("-p", "--prompt", metavar="TEXT", help="Answer TEXT once and leave; - reads it from stdin.")
+@click.option("--system", metavar="TEXT", help="System prompt.")
+@predict_option
+@placement_options
+@sampling_options
+@click.option(
+    "--stats-json", type=click.Path(path_type=Path), metavar="FILE", help="Write the stats of every reply and of the model to FILE at the end."
+)
+def chat(model: str, prompt: str | None, system: str | None, n_predict: int, stats_json: Path | None, **options: Any) -> None:
+    """Chat with the GGUF file MODEL.
+
+    Replies go to stdout, everything else to stderr. Without -p, and with stdin not a terminal, every line of stdin is one turn.
+    """
+    sampling = take_sampling(options)
+    if prompt is not None:
+        prompt = read_prompt(prompt)
+    if system is not None:
+        utf8(system, "--system")
+    stats_file = StatsFile(stats_json) if stats_json else None
+    interactive = prompt is None and sys.stdin is not None and sys.stdin.isatty()
+    read = no_lines if prompt else TerminalReader() if interactive else pipe_reader(standard_input())
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without the character shows ?, instead of an error in the middle of a reply
+    with load_shown(model, options) as loaded:
+        from tinyserve_gguf.chat import Conversation
+
+        repl = Repl(
+            Conversation(loaded, system),
+            read=read,
+            out=sys.stdout,
+            err=sys.stderr,
+            max_tokens=n_predict if n_predict > 0 else INT32_MAX,
+            sampling=sampling,
+            stats_lines=lambda: loaded.stats().lines(),
+            interactive=interactive,
+        )
+        finished = repl.answer(prompt) if prompt else repl.run()
+        if stats_file:
+            stats_file.write(content(model, repl.turns, loaded.stats().as_dict()))
+    if not finished:
+        raise KeyboardInterrupt
+
+
+def read_prompt(given: str) -> str:
+    """The text of -p, from stdin if it is "-". OptionError if it is empty."""
+    text = read_all(standard_input(), "the prompt on stdin").rstrip("\r\n") if given == "-" else utf8(given, "-p")
+    if not text.strip():
+        raise OptionError("the prompt is empty: give -p TEXT, or -p - with text on stdin")
+    return text
+
+
+def standard_input() -> BinaryIO:
+    """Stdin as bytes."""
+    if sys.stdin is None:  # Python's way to say that file 0 is closed
+        raise OptionError("stdin is closed: give -p TEXT")
+    return sys.stdin.buffer
+
+
+def no_lines(_prompt: str) -> str:
+    """The reader of a run that has its only prompt already."""
+    raise EOFError
+
+
+@contextmanager
+def load_shown(path: str, options: dict[str, Any]) -> Iterator[Model]:
+    """The loaded model. Shows the progress on a terminal, then what the plan decided and why. Ctrl-C abandons the load."""
+    from tinyserve_gguf.model import load
+
+    with Interrupt(polite=True) as interrupt, progress_bar() as show:
+
+        def on_progress(fraction: float) -> bool:
+            show(fraction)
+            return not interrupt.requested  # raising inside llama.cpp's callback would be lost
+
+        try:
+            model = load(path, progress=on_progress, **options)
+        except TinyserveError:
+            if interrupt.requested:
+                raise KeyboardInterrupt from None
+            raise
+    with model:
+        if interrupt.requested:
+            raise KeyboardInterrupt
+        for line in model.plan.lines():
+            click.echo(click.style(line, dim=True), err=True)
+        yield model
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[float], None]]:
+    """A function that shows a fraction on stderr, if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("loading", total=1.0)
+        yield lambda fraction: progress.update(task, completed=fraction)

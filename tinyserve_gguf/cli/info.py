@@ -1,0 +1,221 @@
+"""`info MODEL`: what a GGUF's header says, and what would be placed where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tinyserve_gguf.facts import ExpertLayer, LayoutGroup, ModelFacts, PartFacts, read_facts
+
+PLAIN_WIDTH = 160  # columns, where the output is no terminal
+
+
+@click.command()
+@click.argument("model")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def info(model: str, as_json: bool) -> None:
+    """Say what MODEL, a GGUF file, is made of. Of a split model, any shard will do.
+
+    Reads the header only, so it is quick however large the file is.
+
+    \b
+    Examples:
+      tinyserve-gguf info qwen3-30b-a3b-q4_k_m.gguf
+      tinyserve-gguf info --json gpt-oss-120b-00001-of-00003.gguf
+    """
+    facts = read_facts(model)
+    if as_json:
+        click.echo(json.dumps(facts_dict(facts), indent=2))
+        return
+    console = Console(markup=False, emoji=False, highlight=False)
+    if not console.is_terminal:
+        console = Console(markup=False, emoji=False, highlight=False, width=PLAIN_WIDTH)
+    _print_report(console, facts)
+
+
+def placement_lines(facts: ModelFacts) -> list[str]:
+    """Which bytes go to the host pool, to the device, and stay in the file; what holds on every device."""
+    shared = f", of which {size(facts.shared_expert_bytes)} shared experts" if facts.shared_expert_bytes else ""
+    lines = [f"device: {size(facts.device_bytes)}{shared}; and the KV cache and compute buffers"]
+    if facts.is_moe:
+        n_experts = sum(group.n_experts for group in facts.groups)
+        each = ", ".join(sorted({size(group.bytes_per_expert) for group in facts.groups}))
+        lines.insert(0, f"host pool: {size(facts.expert_bytes)} in {n_experts:,} experts of {each}; the device caches them in slots")
+    else:
+        lines.insert(0, "host pool: nothing; a dense model has no experts to page")
+    lines.append(f"host memory: {size(facts.input_bytes)} embedding tables, which llama.cpp reads row by row on the CPU")
+    if facts.idle_bytes:
+        lines.append(f"not loaded: {size(facts.idle_bytes)} in blocks for multi-token prediction")
+    return lines
+
+
+def facts_dict(facts: ModelFacts) -> dict[str, object]:
+    """The facts as JSON holds them. Sizes in bytes."""
+    return {
+        "path": str(facts.path),
+        "shards": [str(path) for path in facts.shards],
+        "architecture": facts.architecture,
+        "name": facts.name,
+        "n_blocks": facts.n_blocks,
+        "n_idle_blocks": facts.n_idle_blocks,
+        "n_expert": facts.n_expert,
+        "n_used": facts.n_used,
+        "context_length": facts.context_length,
+        "embedding_length": facts.embedding_length,
+        "is_moe": facts.is_moe,
+        "file_bytes": facts.file_bytes,
+        "expert_bytes": facts.expert_bytes,
+        "resident_bytes": facts.resident_bytes,
+        "device_bytes": facts.device_bytes,
+        "input_bytes": facts.input_bytes,
+        "shared_expert_bytes": facts.shared_expert_bytes,
+        "idle_bytes": facts.idle_bytes,
+        "types": facts.types,
+        "groups": [
+            {
+                "bytes_per_expert": group.bytes_per_expert,
+                "n_experts": group.n_experts,
+                "parts": [_part_dict(part) for part in group.layers[0].parts],
+                "layers": [_layer_dict(layer) for layer in group.layers],
+            }
+            for group in facts.groups
+        ],
+        "idle_layers": [_layer_dict(layer) for layer in facts.idle_layers],
+        "placement": placement_lines(facts),
+    }
+
+
+def _layer_dict(layer: ExpertLayer) -> dict[str, object]:
+    return {
+        "block": layer.block,
+        "family": layer.family,
+        "n_expert": layer.n_expert,
+        "n_used": layer.n_used,
+        "bytes_per_expert": layer.bytes_per_expert,
+        "bytes": layer.n_bytes,
+    }
+
+
+def _part_dict(part: PartFacts) -> dict[str, object]:
+    return {
+        "role": part.role,
+        "type": part.weight.type,
+        "ne0": part.weight.ne(0),
+        "ne1": part.weight.ne(1),
+        "bias": part.bias is not None,
+        "scale": part.scale is not None,
+        "bytes_per_expert": part.bytes_per_expert,
+    }
+
+
+# ---- report ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def _print_report(console: Console, facts: ModelFacts) -> None:
+    summary = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    summary.add_column()
+    summary.add_column(overflow="fold")  # a long path is shown whole
+    for key, value in _summary(facts):
+        summary.add_row(key, value)
+    console.print(summary)
+    if facts.is_moe:
+        console.print(_group_table(console, facts.groups))
+    console.print(_type_table(console, facts))
+    console.print("\nplacement", style="bold")
+    for line in placement_lines(facts):
+        console.print(f"  {line}")
+
+
+def _summary(facts: ModelFacts) -> list[tuple[str, str]]:
+    first, *others = facts.shards
+    rows = [
+        ("model", f"{facts.name} ({facts.architecture})"),
+        (
+            "file",
+            click.format_filename(first)
+            + (f" and {len(others)} more shard{'s' * (len(others) > 1)}" if others else "")
+            + f", {size(facts.file_bytes)}",
+        ),
+        ("context", f"{facts.context_length:,} tokens trained, embedding {facts.embedding_length:,}"),
+    ]
+    idle = f", the last {facts.n_idle_blocks} for multi-token prediction (not loaded)" if facts.n_idle_blocks else ""
+    rows.append(("blocks", f"{facts.n_blocks}{idle}"))
+    if facts.is_moe:
+        rows.append(("MoE blocks", ranges({layer.block for layer in facts.expert_layers})))
+        rows.append(("experts", _experts(facts)))
+        parts = [part for layer in facts.expert_layers for part in layer.parts]
+        extra = [name for name, there in (("biases", any(p.bias for p in parts)), ("scales", any(p.scale for p in parts))) if there]
+        rows.append(("per expert", " and ".join(["weights", *extra])))
+        rows.append(("shared experts", size(facts.shared_expert_bytes) if facts.shared_expert_bytes else "none"))
+    else:
+        rows.append(("experts", "none: a dense model, there is nothing to page"))
+    return rows
+
+
+def _experts(facts: ModelFacts) -> str:
+    """ "128 per block, top-8", for every combination that occurs."""
+    kinds = {(layer.family, layer.n_expert, layer.n_used): None for layer in facts.expert_layers}
+    return "; ".join(f"{n} per block, top-{k}{'' if family == 'exps' else f' ({family})'}" for family, n, k in kinds)
+
+
+def _group_table(console: Console, groups: Iterable[LayoutGroup]) -> Table:
+    table = _table(console, "layout groups (layers that can share a pool)")
+    table.add_column("blocks")
+    table.add_column("parts of one expert")
+    for title in ("experts", "each", "together"):
+        table.add_column(title, justify="right")
+    for group in groups:
+        parts = ", ".join(_part_text(part) for part in group.layers[0].parts)
+        total = sum(layer.n_bytes for layer in group.layers)
+        table.add_row(ranges({layer.block for layer in group.layers}), parts, f"{group.n_experts:,}", size(group.bytes_per_expert), size(total))
+    return table
+
+
+def _part_text(part: PartFacts) -> str:
+    extra = ("+bias" if part.bias else "") + ("+scale" if part.scale else "")
+    return f"{part.role} {part.weight.type} {part.weight.ne(0)}x{part.weight.ne(1)}{extra}"
+
+
+def _type_table(console: Console, facts: ModelFacts) -> Table:
+    expert_types = {part.weight.type for layer in facts.expert_layers for part in layer.parts}
+    table = _table(console, "tensor types")
+    table.add_column("type")
+    table.add_column("bytes", justify="right")
+    table.add_column("of the file", justify="right")
+    table.add_column("used by experts")
+    total = sum(facts.types.values())
+    for name, n_bytes in facts.types.items():
+        table.add_row(name, size(n_bytes), f"{100 * n_bytes / total:.1f} %", "yes" if name in expert_types else "")
+    return table
+
+
+def _table(console: Console, title: str) -> Table:
+    """Ruled on a terminal, columns alone elsewhere."""
+    return Table(
+        title=f"\n{title}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD if console.is_terminal else None, padding=(0, 2, 0, 0)
+    )
+
+
+def size(n_bytes: int) -> str:
+    """ "13.2 MiB"."""
+    value, units = float(n_bytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{n_bytes} bytes" if units[0] == "bytes" else f"{value:.1f} {units[0]}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """ "0-2, 5" for 0, 1, 2, 5."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

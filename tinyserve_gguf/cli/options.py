@@ -1,0 +1,145 @@
+"""Click options that the commands share. Names and meanings are llama.cpp's where it has them.
+
+Nothing heavy is imported here: `--help` stays fast. The defaults of the sampling options repeat `Sampling`'s; a test keeps them equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from tinyserve_gguf.errors import OptionError
+
+if TYPE_CHECKING:
+    from tinyserve_gguf._llama import Sampling
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+INT32_MAX = 2**31 - 1  # llama.cpp takes these as 32-bit numbers; a larger one would wrap around unseen
+MAX_THREADS = 512  # GGML_MAX_N_THREADS
+MAX_UBATCH = 1 << 16  # 128 times the default; what lies above only exhausts memory
+POLICIES = ("lfru", "lru", "slru", "lfu", "fifo")
+SAMPLING = ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
+
+
+class ExpertCache(click.types.StringParamType):
+    """The size of the expert cache. Checked by the planner's own parser and passed on as text."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from tinyserve_gguf.plan import CacheSpec
+
+        try:
+            CacheSpec.parse(value)
+        except OptionError as error:
+            self.fail(str(error), param, ctx)
+        return str(value)
+
+
+class Device(click.types.StringParamType):
+    """One device name. Which ones exist is known once llama.cpp runs, so `load` checks that."""
+
+    name = "device"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value)
+        if not text or "," in text or any(c.isspace() for c in text):
+            self.fail(f"{text!r} is not one device name such as auto, CPU or CUDA0", param, ctx)
+        return text
+
+
+class FiniteRange(click.FloatRange):
+    """A FloatRange without nan and inf, which click lets through."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if number - number != 0:  # nan for nan and for inf
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
+
+
+class TokenLimit(click.IntRange):
+    """-1, or 1 and more tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(min=-1, max=INT32_MAX)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        number = int(super().convert(value, param, ctx))
+        if number == 0:
+            self.fail("0 tokens leave nothing to do; -1 = until the model stops", param, ctx)
+        return number
+
+
+expert_cache_option = click.option(
+    "--expert-cache",
+    type=ExpertCache(),
+    default="auto",
+    show_default=True,
+    metavar="SIZE",
+    help="Experts kept on the device: all, a count N, a share 25%, a size 6GiB, or auto (what fits).",
+)
+policy_option = click.option("--policy", type=click.Choice(POLICIES), default="lfru", show_default=True, help="Which expert leaves the cache first.")
+device_option = click.option(
+    "--device", type=Device(), default="auto", show_default=True, metavar="NAME", help="Device that computes: auto, CPU, CUDA0, ..."
+)
+ctx_size_option = click.option(
+    "-c", "--ctx-size", "n_ctx", type=click.IntRange(1, INT32_MAX), default=4096, show_default=True, metavar="N", help="Context length in tokens."
+)
+ubatch_option = click.option(
+    "-b",
+    "--ubatch",
+    "-ub",
+    "--ubatch-size",
+    "n_ubatch",
+    type=click.IntRange(1, MAX_UBATCH),
+    default=512,
+    show_default=True,
+    metavar="N",
+    help="Prompt tokens computed at once.",
+)
+threads_option = click.option(
+    "-t", "--threads", "n_threads", type=click.IntRange(1, MAX_THREADS), metavar="N", help="CPU threads.  [default: chosen for this machine]"
+)
+predict_option = click.option(
+    "-n",
+    "--predict",
+    "n_predict",
+    type=TokenLimit(),
+    default=-1,
+    show_default=True,
+    metavar="N",
+    help="Most tokens in a reply; -1 = until the model stops.",
+)
+
+
+def placement_options(command: F) -> F:
+    """Everything `load` takes, as keyword arguments of the same names: expert_cache, policy, device, n_ctx, n_ubatch, n_threads."""
+    for option in (threads_option, ubatch_option, ctx_size_option, device_option, policy_option, expert_cache_option):
+        command = option(command)
+    return command
+
+
+def sampling_options(command: F) -> F:
+    """The fields of `Sampling` named in SAMPLING, as keyword arguments."""
+    options: tuple[tuple[str, FiniteRange | click.IntRange, float, str], ...] = (
+        ("--temp", FiniteRange(min=0), 0.8, "Temperature; 0 = always the likeliest token."),
+        ("--top-k", click.IntRange(0, INT32_MAX), 40, "Draw from the K likeliest tokens; 0 = off."),
+        ("--top-p", FiniteRange(min=0, min_open=True, max=1), 0.95, "Draw from the likeliest tokens that sum up to P; 1 = off."),
+        ("--min-p", FiniteRange(min=0, max=1), 0.05, "Drop tokens less likely than P times the likeliest; 0 = off."),
+        ("--repeat-penalty", FiniteRange(min=0, min_open=True), 1.0, "Penalty on recently used tokens; 1 = off."),
+        ("--seed", click.IntRange(-1, 2**32 - 1), -1, "Seed of the random draws; -1 = a new one each time."),
+    )
+    for name, kind, default, text in reversed(options):
+        command = click.option(name, type=kind, default=default, show_default=True, metavar="X", help=text)(command)
+    return command
+
+
+def take_sampling(options: dict[str, Any]) -> Sampling:
+    """Move the sampling options out of a command's keyword arguments into a Sampling. What is left are the arguments of `load`."""
+    from tinyserve_gguf._llama import Sampling
+
+    return Sampling(**{name: options.pop(name) for name in SAMPLING})

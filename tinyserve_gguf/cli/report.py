@@ -1,0 +1,65 @@
+"""The file of `--stats-json`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinyserve_gguf.errors import OptionError
+
+if TYPE_CHECKING:
+    from tinyserve_gguf.stats import ReplyStats
+
+
+class StatsFile:
+    """A JSON file that is replaced as a whole. Making one refuses, with OptionError, a path that could not be written later."""
+
+    def __init__(self, path: Path) -> None:
+        self._given = path
+        self._path = Path(os.path.realpath(path))  # a link stays a link: its target is replaced
+        self._part = self._path.with_name(f".{self._path.name}.{os.getpid()}.part")
+        if self._path.exists() and not (self._path.is_file() and os.access(self._path, os.W_OK)):
+            raise OptionError(f"--stats-json {path}: not a regular file that can be written")
+        try:
+            self._part.touch(exist_ok=False)
+            self._part.unlink()
+        except OSError as error:
+            raise self._refusal(error) from None
+
+    def write(self, content: dict[str, Any]) -> None:
+        """Write and put in place in one step; a failure leaves an earlier file as it was."""
+        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            self._part.write_text(text, "utf-8")
+            os.replace(self._part, self._path)
+        except OSError as error:
+            raise self._refusal(error) from None
+        finally:
+            self._part.unlink(missing_ok=True)
+
+    def _refusal(self, error: OSError) -> OptionError:
+        return OptionError(f"--stats-json {self._given}: cannot be written: {error.strerror}")
+
+
+def content(model: str, turns: Sequence[ReplyStats], stats: dict[str, Any]) -> dict[str, Any]:
+    """What the file holds: `model` (the path as given), `turns` (one object a reply, seconds and tokens), `stats` (the model's, at the end)."""
+    return {"model": model, "turns": [turn_content(turn) for turn in turns], "stats": stats}
+
+
+def turn_content(turn: ReplyStats) -> dict[str, Any]:
+    """One reply's stats. `hit_rate` is null when nothing is paged."""
+    return {
+        "prompt_tokens": turn.prompt_tokens,
+        "reused_tokens": turn.reused_tokens,
+        "reply_tokens": turn.reply_tokens,
+        "prefill_seconds": turn.prefill_seconds,
+        "decode_seconds": turn.decode_seconds,
+        "prefill_rate": turn.prefill_rate,
+        "decode_rate": turn.decode_rate,
+        "hit_rate": turn.hit_rate,
+        "mb_per_token": turn.mb_per_token,
+        "finish": turn.finish,
+    }

@@ -1,0 +1,184 @@
+"""Handles of single experts: their bytes, where they are, and what may be done with them by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from tinyserve_gguf._shim import ExpertState, Pager
+from tinyserve_gguf.facts import ExpertLayer, PartFacts
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeight:
+    """One weight of one expert, [ne1, ne0] as numpy counts, in the host pool."""
+
+    pager: Pager
+    index: int  # of the layer in the pager
+    expert: int
+    part: int
+    facts: PartFacts
+
+    @property
+    def type(self) -> str:
+        """ggml type, such as "Q4_K"."""
+        return self.facts.weight.type
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns) = (output features, input features)."""
+        return self.facts.weight.ne(1), self.facts.weight.ne(0)
+
+    @property
+    def raw(self) -> npt.NDArray[np.uint8]:
+        """The quantised bytes, [rows, bytes of a row]: a read-only view of the host pool, valid while the model is open."""
+        return np.frombuffer(self.pager.expert_host(self.index, self.expert, self.part), dtype=np.uint8).reshape(self.shape[0], -1)
+
+    def torch(self) -> torch.Tensor:
+        """The same bytes as a uint8 tensor that shares memory with the host pool. Needs the extra `tinyserve-gguf[torch]`. Do not write to it."""
+        import torch
+
+        raw = self.raw
+        address = raw.__array_interface__["data"][0]
+        return torch.frombuffer((np.ctypeslib.ctypes.c_uint8 * raw.nbytes).from_address(address), dtype=torch.uint8).view(raw.shape)
+
+    def dequantize(self) -> npt.NDArray[np.float32]:
+        """float32 values, [rows, columns], by gguf's reference dequantisers."""
+        kind = gguf.GGMLQuantizationType(self.facts.weight.type_id)
+        return np.asarray(gguf.quants.dequantize(self.raw, kind), dtype=np.float32).reshape(self.shape)
+
+    def in_slot(self) -> npt.NDArray[np.uint8]:
+        """The bytes that lie in the expert's slot now, copied back from the device. EngineError if it is not resident."""
+        raw = self.raw
+        data = self.pager.expert_slot_bytes(self.index, self.expert, self.part, raw.nbytes)
+        return np.frombuffer(data, dtype=np.uint8).reshape(raw.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """One routed expert of one layer. State is read anew with every property."""
+
+    pager: Pager
+    index: int  # of the layer in the pager
+    layer: int  # block of the model
+    expert: int
+    facts: ExpertLayer
+
+    def _weight(self, role: str) -> ExpertWeight | None:
+        for i, part in enumerate(self.facts.parts):
+            if part.role == role:
+                return ExpertWeight(self.pager, self.index, self.expert, i, part)
+        return None
+
+    @property
+    def gate(self) -> ExpertWeight | None:
+        """None where the model has no gate, or a fused `gate_up`."""
+        return self._weight("gate")
+
+    @property
+    def up(self) -> ExpertWeight | None:
+        """None where the model has a fused `gate_up`."""
+        return self._weight("up")
+
+    @property
+    def gate_up(self) -> ExpertWeight | None:
+        return self._weight("gate_up")
+
+    @property
+    def down(self) -> ExpertWeight | None:
+        return self._weight("down")
+
+    @property
+    def weights(self) -> dict[str, ExpertWeight]:
+        """All its weights by role."""
+        return {part.role: ExpertWeight(self.pager, self.index, self.expert, i, part) for i, part in enumerate(self.facts.parts)}
+
+    @property
+    def n_bytes(self) -> int:
+        return self.facts.bytes_per_expert
+
+    @property
+    def state(self) -> ExpertState:
+        return self.pager.expert(self.index, self.expert)
+
+    @property
+    def resident(self) -> bool:
+        return self.state.slot >= 0
+
+    @property
+    def slot(self) -> int | None:
+        """Slot in its pool, None while it lies in host memory only."""
+        slot = self.state.slot
+        return slot if slot >= 0 else None
+
+    @property
+    def hits(self) -> int:
+        """Lookups that found it resident. Not counted while everything is resident: then nobody reads the router's ids."""
+        return self.state.hits
+
+    @property
+    def misses(self) -> int:
+        return self.state.misses
+
+    @property
+    def pinned(self) -> bool:
+        return self.state.pinned
+
+    def pin(self) -> None:
+        """Load it and keep it. EngineError if too few slots would be left for one token."""
+        self.pager.pin(self.index, self.expert, True)
+
+    def unpin(self) -> None:
+        self.pager.pin(self.index, self.expert, False)
+
+    def prefetch(self) -> None:
+        """Load it now, in the place of the expert that the policy would evict."""
+        self.pager.prefetch(self.index, self.expert)
+
+    def evict(self) -> None:
+        """Free its slot. EngineError if it is pinned, or if its pool holds everything."""
+        self.pager.evict(self.index, self.expert)
+
+
+class Experts:
+    """`experts[layer, expert]`: handles of every routed expert. `layer` is the block number of the model."""
+
+    def __init__(self, pager: Pager, layers: dict[tuple[int, str], tuple[int, ExpertLayer]]) -> None:
+        self._pager = pager
+        self._layers = layers
+
+    def __getitem__(self, key: tuple[int, int] | tuple[int, int, str]) -> Expert:
+        """KeyError with the valid range for a layer or an expert that does not exist. GroveMoE's second family: `experts[layer, expert, "chexps"]`."""
+        block, expert, family = (*key, "exps")[:3]
+        if (block, family) not in self._layers:
+            raise KeyError(f"layer {block} has no routed experts; layers that have: {sorted({b for b, f in self._layers if f == family})}")
+        index, facts = self._layers[block, family]
+        if not 0 <= expert < facts.n_expert:
+            raise KeyError(f"layer {block} has experts 0 to {facts.n_expert - 1}, not {expert}")
+        return Expert(self._pager, index, block, expert, facts)
+
+    @property
+    def layers(self) -> list[int]:
+        """Blocks that have routed experts."""
+        return sorted({block for block, _ in self._layers})
+
+    def states(self) -> dict[tuple[int, str], list[ExpertState]]:
+        """State of every expert, by (block, family)."""
+        return {key: self._pager.layer(index, facts.n_expert) for key, (index, facts) in self._layers.items()}
+
+    def __len__(self) -> int:
+        return sum(facts.n_expert for _, facts in self._layers.values())
+
+
+def table_bytes(tensor: Any, path: Any) -> bytes:
+    """A small F32 table of the file: per-expert biases or scales."""
+    with open(path, "rb") as file:
+        file.seek(tensor.offset)
+        return file.read(tensor.n_bytes)

@@ -1,0 +1,281 @@
+"""A model whose experts are paged: `load()` plans, opens and checks it; `Model` is what apps hold."""
+
+from __future__ import annotations
+
+import codecs
+import os
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+
+from tinyserve_gguf import _llama, _shim
+from tinyserve_gguf._llama import ContextOptions, NativeModel, Offload, Sampling
+from tinyserve_gguf._shim import Device, Pager, Part
+from tinyserve_gguf.errors import CapacityError, ModelFileError, OptionError
+from tinyserve_gguf.experts import Experts, table_bytes
+from tinyserve_gguf.facts import ExpertLayer, ModelFacts, PartFacts, read_facts
+from tinyserve_gguf.plan import CacheSpec, DeviceFacts, Plan, make_plan
+from tinyserve_gguf.session import Session
+from tinyserve_gguf.stats import Stats
+
+EXPERT_PATTERN = r"\.ffn_(gate|up|down|gate_up)_(ch)?exps\.weight"  # everything else, biases and scales too, stays where llama.cpp puts it
+DEFAULT_CTX = 4096
+DEFAULT_UBATCH = 512
+
+
+def default_threads() -> int:
+    """One thread per usable core; on larger machines half of them, because two hardware threads of a core share its units."""
+    cores = len(os.sched_getaffinity(0))
+    return cores if cores <= 8 else cores // 2
+
+
+def pick_device(name: str) -> Device:
+    """The ggml device called `name`; "auto" is the GPU with the most free memory, or the CPU."""
+    found = _shim.devices()
+    if name == "auto":
+        gpus = [device for device in found if not device.is_cpu]
+        return max(gpus, key=lambda device: device.memory_free) if gpus else next(device for device in found if device.is_cpu)
+    for device in found:
+        if device.name.lower() == name.lower():
+            return device
+    raise OptionError(f"there is no device {name!r} here; there is: {', '.join(device.name for device in found)}, or auto")
+
+
+def plan_for(
+    facts: ModelFacts, *, expert_cache: str = "auto", device: str = "auto", n_ctx: int = DEFAULT_CTX, n_ubatch: int = DEFAULT_UBATCH
+) -> tuple[Plan, Device]:
+    """What `load` would decide with these options, and the device it is for. Loads nothing."""
+    spec = CacheSpec.parse(expert_cache)
+    chosen = pick_device(device)
+    for layer in facts.expert_layers:
+        for part in layer.parts:
+            w = part.weight
+            if not chosen.multiplies(w.type_id, w.ne(0), w.ne(1), layer.n_expert, layer.n_used):
+                raise ModelFileError(f"{facts.path}: {chosen.name} has no kernels for {w.name} of type {w.type}; use --device CPU")
+    plan = make_plan(facts, spec, DeviceFacts(chosen.name, chosen.memory_free, chosen.is_cpu), n_ctx=n_ctx, n_ubatch=n_ubatch)
+    return plan, chosen
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    expert_cache: str = "auto",
+    policy: str = "lfru",
+    device: str = "auto",
+    n_ctx: int = DEFAULT_CTX,
+    n_ubatch: int = DEFAULT_UBATCH,
+    n_threads: int | None = None,
+    progress: Callable[[float], bool] | None = None,
+) -> Model:
+    """Open a GGUF model with its routed experts paged through a pool of slots.
+
+    Args:
+        path: the GGUF, or any shard of a split one.
+        expert_cache: "auto", "all", a number of experts, a share such as "25%", or a size such as "6GiB".
+        policy: which expert leaves: lfru, lru, slru, lfu or fifo.
+        device: ggml device, such as "CUDA0" or "CPU"; "auto" takes the GPU with the most free memory.
+        n_ctx: context in tokens; 0 is what the model was trained with. Never more than that.
+        n_ubatch: tokens computed at once in prefill.
+        n_threads: threads of CPU computation; by default one per core.
+        progress: called with 0..1 while weights are loaded; returning False stops it.
+
+    Raises ModelFileError, OptionError or CapacityError, one line each, before anything is left behind.
+    """
+    if policy not in _shim.POLICIES:
+        raise OptionError(f"the policy is one of {', '.join(_shim.POLICIES)}, not {policy!r}")
+    for name, value, least in (("-c", n_ctx, 0), ("-b", n_ubatch, 1), ("-t", 1 if n_threads is None else n_threads, 1)):
+        if value < least:
+            raise OptionError(f"{name} is {least} or more, not {value}")
+    facts = read_facts(path)
+    n_ctx = min(n_ctx or facts.context_length, facts.context_length or n_ctx)
+    plan, chosen = plan_for(facts, expert_cache=expert_cache, device=device, n_ctx=n_ctx, n_ubatch=n_ubatch)
+    options = ContextOptions(n_ctx=n_ctx, n_batch=n_ubatch, n_ubatch=n_ubatch, n_threads=n_threads or default_threads())
+    return Model(plan, chosen, policy, options, progress)
+
+
+class Model:
+    """An open model. Use it as a context manager, or call `close()`."""
+
+    def __init__(self, plan: Plan, device: Device, policy: str, options: ContextOptions, progress: Callable[[float], bool] | None = None) -> None:
+        self.plan = plan
+        self.facts = plan.facts
+        self.policy = policy
+        self.options = options
+        self._device = device
+        self._pager: Pager | None = None
+        self._native: NativeModel | None = None
+        self._sessions: list[Session] = []
+        self._own: Session | None = None  # that of generate()
+        try:
+            self._open(progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, progress: Callable[[float], bool] | None) -> None:
+        layers: dict[tuple[int, str], tuple[int, ExpertLayer]] = {}
+        offload: Offload | None = None if self._device.is_cpu else Offload(self._device.handle)
+        if self.facts.is_moe:
+            self._pager = Pager(self._device, self.policy)
+            for pool in self.plan.pools:
+                index = self._pager.add_pool(pool.n_slots)
+                for layer in pool.group.layers:
+                    parts = [self._part(part) for part in layer.parts]
+                    layers[layer.block, layer.family] = self._pager.add_layer(index, layer.n_expert, layer.n_used, parts), layer
+            self._pager.commit()
+            offload = self._pager.offload(EXPERT_PATTERN)
+        try:
+            self._native = NativeModel(str(self.facts.path), offload, progress=progress)
+        except ModelFileError as error:
+            if self._pager and "cannot be had" in _shim.last_error():
+                raise CapacityError(f"{_shim.last_error()}; close other programs, or use a smaller quantisation") from error
+            raise
+        if not self._native.is_generative():
+            raise ModelFileError(f"{self.facts.path}: {self.facts.architecture} does not write text token by token (an encoder or a diffusion model)")
+        if self._pager:
+            self._pager.ready()
+            self._experts = Experts(self._pager, layers)
+
+    def _part(self, part: PartFacts) -> Part:
+        def table(tensor: object) -> bytes | None:
+            return table_bytes(tensor, self.facts.shards[tensor.shard]) if tensor else None  # type: ignore[attr-defined]
+
+        w = part.weight
+        return Part(
+            weight=w.name,
+            type_id=w.type_id,
+            ne0=w.ne(0),
+            ne1=w.ne(1),
+            bias=part.bias.name if part.bias else None,
+            bias_data=table(part.bias),
+            scale=part.scale.name if part.scale else None,
+            scale_data=table(part.scale),
+        )
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free contexts, weights and slots. Sessions and expert handles of this model are dead afterwards."""
+        for session in self._sessions:
+            session.close()
+        self._sessions.clear()
+        self._own = None
+        if self._native:
+            self._native.close()
+            self._native = None
+        if self._pager:
+            self._pager.close()
+            self._pager = None
+
+    # ---- what it is ----
+
+    @property
+    def native(self) -> NativeModel:
+        if self._native is None:
+            raise OptionError("the model is closed")
+        return self._native
+
+    @property
+    def is_paged(self) -> bool:
+        """False for a dense model."""
+        return self._pager is not None
+
+    @property
+    def experts(self) -> Experts:
+        """`experts[layer, expert]`. OptionError on a dense model."""
+        if self._pager is None:
+            raise OptionError(f"{self.facts.name} is dense or closed: it has no experts")
+        return self._experts
+
+    @property
+    def n_ctx(self) -> int:
+        """Context in tokens that sessions of this model have."""
+        return self.options.n_ctx
+
+    def stats(self) -> Stats:
+        """Counters of the expert cache since the model was opened."""
+        return Stats(self._snapshot(), self.policy, self.plan.device.name)
+
+    def reset_stats(self) -> None:
+        if self._pager:
+            self._pager.reset_stats()
+
+    def _snapshot(self) -> _shim.PagerStats | None:
+        return self._pager.stats() if self._pager else None
+
+    def set_policy(self, policy: str) -> None:
+        """Change the eviction policy; residency stays."""
+        if policy not in _shim.POLICIES:
+            raise OptionError(f"the policy is one of {', '.join(_shim.POLICIES)}, not {policy!r}")
+        self.policy = policy
+        if self._pager:
+            self._pager.set_policy(policy)
+
+    def check_integrity(self) -> None:
+        """EngineError if the expert cache contradicts itself."""
+        if self._pager:
+            self._pager.check_integrity()
+
+    # ---- text ----
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja template in the file."""
+        return self.native.metadata("tokenizer.chat_template")
+
+    def tokenize(self, text: str, *, add_bos: bool = True, special: bool = False) -> list[int]:
+        """Tokens of `text`. `add_bos` as the model wants it; `special` reads markers such as <|im_end|> as tokens."""
+        return self.native.tokenize(text, add_special=add_bos, parse_special=special)
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        return b"".join(self.native.piece(token) for token in tokens).decode("utf-8", "replace")
+
+    def session(self) -> Session:
+        """A new KV cache of `n_ctx` tokens. It is closed with the model at the latest."""
+        session = Session(self.native, self.options, self._snapshot)
+        self._sessions.append(session)
+        return session
+
+    def text(self, tokens: Iterator[int]) -> Iterator[str]:
+        """Pieces of text for tokens as they come; a character that is split over tokens comes when it is whole."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in tokens:
+            if piece := decoder.decode(self.native.piece(token)):
+                yield piece
+        if rest := decoder.decode(b"", final=True):
+            yield rest
+
+    def generate(self, prompt: str, *, max_tokens: int = 128, sampling: Sampling = Sampling(), stop: Sequence[str] = ()) -> Iterator[str]:
+        """Complete `prompt`, as it is, in pieces of text; ends before the first of `stop`. Calls share one KV cache and reuse its prefix."""
+        if self._own is None:
+            self._own = self.session()
+        return _until(self.text(self._own.generate(self.tokenize(prompt), max_tokens, sampling)), stop)
+
+    def chat(self, messages: Sequence[dict[str, str]], *, max_tokens: int = -1, sampling: Sampling = Sampling()) -> Iterator[str]:
+        """The reply to `messages` ({"role", "content"}) through the model's chat template. Calls share one KV cache and reuse its prefix."""
+        from tinyserve_gguf.chat import prompt_tokens  # it stands above this module
+
+        if self._own is None:
+            self._own = self.session()
+        return self.text(self._own.generate(prompt_tokens(self, list(messages)), max_tokens, sampling))
+
+
+def _until(pieces: Iterator[str], stop: Sequence[str]) -> Iterator[str]:
+    """Text before the first stop string; holds back what may be the beginning of one."""
+    held = ""
+    for piece in pieces:
+        held += piece
+        found = min((at for at in (held.find(s) for s in stop) if at >= 0), default=-1)
+        if found >= 0:
+            if held[:found]:
+                yield held[:found]
+            return
+        keep = max((n for s in stop for n in range(1, len(s)) if held.endswith(s[:n])), default=0)
+        if held[: len(held) - keep]:
+            yield held[: len(held) - keep]
+        held = held[len(held) - keep :]
+    if held:
+        yield held

@@ -1,0 +1,192 @@
+"""How large the expert cache is and why: a pure function from model facts, the size asked for and the device to slots per layout group.
+
+No call here touches a device or a file.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tinyserve_gguf.errors import CapacityError, OptionError
+from tinyserve_gguf.facts import LayoutGroup, ModelFacts
+
+MIB = 1 << 20
+GIB = 1 << 30
+_UNITS = {"": 1, "K": 1 << 10, "M": MIB, "G": GIB}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG])(?:i?B)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """What `--expert-cache` asks for: exactly one of the kinds."""
+
+    text: str
+    kind: str  # "auto", "all", "experts", "share", "bytes"
+    value: float = 0.0  # experts; share of all experts, 0..1; bytes of device memory including the prefill stage
+
+    @staticmethod
+    def parse(text: str) -> CacheSpec:
+        """`all`, `auto`, a number of experts ("96"), a share ("25%") or a size ("6GiB", "800MiB")."""
+        plain = text.strip()
+        if plain.lower() in ("all", "auto"):
+            return CacheSpec(plain, plain.lower())
+        if plain.isdecimal() and int(plain) > 0:
+            return CacheSpec(plain, "experts", int(plain))
+        if re.fullmatch(r"\d+(\.\d+)?%", plain) and 0 < float(plain[:-1]) <= 100:
+            return CacheSpec(plain, "share", float(plain[:-1]) / 100)
+        if (match := _SIZE.fullmatch(plain)) and float(match[1]) > 0:
+            return CacheSpec(plain, "bytes", float(match[1]) * _UNITS[match[2].upper()])
+        raise OptionError(f"the expert cache is all, auto, a number of experts, a share like 25% or a size like 6GiB, not {text!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What a plan needs to know of a device. Bytes; `free` is what may still be taken."""
+
+    name: str
+    free: int
+    is_cpu: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """One pool: slots for the experts of one layout."""
+
+    group: LayoutGroup
+    n_slots: int
+
+    @property
+    def is_resident(self) -> bool:
+        return self.n_slots >= self.group.n_experts
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.n_slots * self.group.bytes_per_expert
+
+    @property
+    def stage_bytes(self) -> int:
+        """Room for one whole layer, through which prefill streams what is not resident."""
+        return 0 if self.is_resident else stage_bytes(self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Slots per layout group, and the reasons."""
+
+    facts: ModelFacts
+    device: DeviceFacts
+    pools: tuple[PoolPlan, ...]
+    reason: str
+
+    @property
+    def n_slots(self) -> int:
+        return sum(pool.n_slots for pool in self.pools)
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of slots and stages."""
+        return sum(pool.slot_bytes + pool.stage_bytes for pool in self.pools)
+
+    @property
+    def share(self) -> float:
+        """Slots over experts, 0..1."""
+        return self.n_slots / sum(pool.group.n_experts for pool in self.pools)
+
+    def lines(self) -> list[str]:
+        """What was decided and why, for people."""
+        if not self.facts.is_moe:
+            return [f"{self.facts.name}: dense {self.facts.architecture}, nothing to page; llama.cpp runs it as it is on {self.device.name}"]
+        n_experts = sum(pool.group.n_experts for pool in self.pools)
+        stage = sum(pool.stage_bytes for pool in self.pools)
+        return [
+            f"{self.facts.name}: {self.facts.architecture}, {len(self.facts.expert_layers)} MoE layers of {self.facts.n_expert} experts, "
+            f"top-{self.facts.n_used}, on {self.device.name}",
+            f"expert cache: {self.n_slots} of {n_experts} experts resident ({self.share:.0%}), {size(self.device_bytes - stage)} of slots"
+            + (f" and {size(stage)} of prefill stage" if stage else "")
+            + f"; {self.reason}",
+        ]
+
+
+def size(n_bytes: float) -> str:
+    """Bytes for people."""
+    return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB else f"{n_bytes / MIB:.1f} MiB"
+
+
+def stage_bytes(group: LayoutGroup) -> int:
+    widest = max(layer.n_expert for layer in group.layers)
+    return widest * sum(part.weight.n_bytes // part.weight.ne(2) for part in group.layers[0].parts)
+
+
+def minimum(group: LayoutGroup) -> int:
+    """Slots that one token needs."""
+    return max(layer.n_used for layer in group.layers)
+
+
+def context_bytes(facts: ModelFacts, n_ctx: int, n_ubatch: int) -> int:
+    """A generous estimate of KV cache (f16) and compute buffers on the device."""
+    kv = facts.kv_bytes_per_token * n_ctx
+    compute = n_ubatch * 4 * (facts.vocabulary_size + 16 * facts.embedding_length) + 128 * MIB
+    return kv + compute
+
+
+def make_plan(facts: ModelFacts, spec: CacheSpec, device: DeviceFacts, *, n_ctx: int, n_ubatch: int) -> Plan:
+    """Decide the pools.
+
+    Raises CapacityError when a device budget cannot hold what one token needs, OptionError when the size asked for is below that.
+    """
+    if not facts.is_moe:
+        if spec.kind not in ("auto", "all"):
+            raise OptionError(f"{facts.name} is dense: there are no experts to cache, drop --expert-cache {spec.text}")
+        return Plan(facts, device, (), "dense")
+    groups = facts.groups
+    total = sum(group.n_experts for group in groups)
+    if spec.kind == "all":
+        return _pools(facts, device, lambda group: group.n_experts, "all experts, as asked")
+    if spec.kind == "share":
+        return _pools(facts, device, lambda group: math.ceil(spec.value * group.n_experts), f"{spec.text} of the experts, as asked")
+    if spec.kind == "experts":
+        need = sum(minimum(group) for group in groups)
+        if spec.value < need:
+            raise OptionError(f"one token needs {need} experts at once: an expert cache of {spec.text} is too small, give {need} or more")
+        return _pools(facts, device, lambda group: int(spec.value) * group.n_experts // total, f"{spec.text} experts, as asked")
+    if spec.kind == "bytes":
+        return _fit(facts, device, int(spec.value), f"what fits into {spec.text}, as asked")
+    return _auto(facts, device, n_ctx, n_ubatch)
+
+
+def _pools(facts: ModelFacts, device: DeviceFacts, slots: Callable[[LayoutGroup], int], reason: str) -> Plan:
+    """A plan with so many slots per group, between what one token needs and all."""
+    pools = tuple(PoolPlan(group, min(group.n_experts, max(minimum(group), slots(group)))) for group in facts.groups)
+    return Plan(facts, device, pools, reason)
+
+
+def _fit(facts: ModelFacts, device: DeviceFacts, budget: int, reason: str) -> Plan:
+    """As many slots as fit into `budget` bytes, in proportion to the groups."""
+    if sum(group.n_experts * group.bytes_per_expert for group in facts.groups) <= budget:
+        return _pools(facts, device, lambda group: group.n_experts, f"{reason}: all")
+    stages = sum(stage_bytes(group) for group in facts.groups)
+    least = sum(minimum(group) * group.bytes_per_expert for group in facts.groups)
+    if budget < stages + least:
+        raise CapacityError(
+            f"an expert cache needs {size(stages + least)} at least ({size(stages)} of prefill stage and {size(least)} for the experts of one token), "
+            f"and there is room for {size(max(0, budget))} on {device.name}; free device memory, or give a smaller -c or -b"
+        )
+    share = (budget - stages) / sum(group.n_experts * group.bytes_per_expert for group in facts.groups)
+    plan = _pools(facts, device, lambda group: int(share * group.n_experts), reason)
+    while plan.device_bytes > budget:  # the minimum of a small group may have pushed the sum over: take it from the largest pool
+        pools = sorted(plan.pools, key=lambda pool: pool.n_slots - minimum(pool.group))
+        shrunk = PoolPlan(pools[-1].group, pools[-1].n_slots - 1)
+        plan = Plan(facts, device, tuple(shrunk if pool is pools[-1] else pool for pool in plan.pools), reason)
+    return plan
+
+
+def _auto(facts: ModelFacts, device: DeviceFacts, n_ctx: int, n_ubatch: int) -> Plan:
+    reserve = max(512 * MIB, device.free // 20)
+    rest = context_bytes(facts, n_ctx, n_ubatch) + facts.device_bytes
+    if device.is_cpu:
+        rest += facts.expert_bytes  # here the host pool takes from the same memory
+    budget = device.free - reserve - rest
+    return _fit(facts, device, budget, f"auto: {size(device.free)} free, less {size(rest)} for the rest of the model and {size(reserve)} in reserve")

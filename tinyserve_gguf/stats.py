@@ -1,0 +1,116 @@
+"""What a model and a reply cost: counters of the expert cache, and times."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tinyserve_gguf._shim import Counts, PagerStats
+
+
+def hit_rate(*counts: Counts) -> float | None:
+    """Hits over lookups; None if nothing was looked up."""
+    lookups = sum(c.lookups for c in counts)
+    return sum(c.hits for c in counts) / lookups if lookups else None
+
+
+def _since(now: Counts, before: Counts) -> Counts:
+    return Counts(*(a - b for a, b in zip(asdict(now).values(), asdict(before).values(), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """A model's expert cache since it was opened. `pager` is None when the model is dense: nothing is paged."""
+
+    pager: PagerStats | None
+    policy: str
+    device: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        if self.pager is None:
+            return {"device": self.device, "paged": False}
+        pager = asdict(self.pager)
+        for phase in ("prefill", "decode"):
+            pager[phase]["hit_rate"] = hit_rate(getattr(self.pager, phase))
+        return {"device": self.device, "paged": True, "policy": self.policy, **pager}
+
+    def lines(self) -> list[str]:
+        """The same for people."""
+        pager = self.pager
+        if pager is None:
+            return [f"dense model on {self.device}: nothing is paged"]
+        lines = [
+            f"{pager.slots_used} of {pager.slots_total} slots in use on {self.device}, {pager.pool_bytes / 2**20:.0f} MiB; policy {self.policy}; "
+            f"{pager.host_bytes / 2**20:.0f} MiB of experts in {'page-locked' if pager.host_pinned else 'pageable'} host memory"
+        ]
+        for name, c in (("prefill", pager.prefill), ("decode", pager.decode)):
+            rate = hit_rate(c)
+            if rate is not None:
+                lines.append(
+                    f"{name}: hit rate {rate:.1%} of {c.lookups} lookups, {c.evictions} evictions, {c.bytes_link / 1e6:.0f} MB over the link "
+                    f"in {c.graphs} graphs"
+                )
+        return lines
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyStats:
+    """One reply. Times in seconds; rates in tokens per second."""
+
+    prompt_tokens: int
+    reused_tokens: int  # of these, already in the KV cache
+    reply_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    finish: str  # "stop", "length", "context" or "interrupted"
+    prefill: Counts | None  # None when nothing is paged
+    decode: Counts | None
+
+    @property
+    def prefill_rate(self) -> float:
+        return (self.prompt_tokens - self.reused_tokens) / self.prefill_seconds if self.prefill_seconds > 0 else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """Of the tokens after the first, which prefill already paid for."""
+        return max(0, self.reply_tokens - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Of decode; of prefill for a reply too short to have decoded."""
+        if self.prefill is None or self.decode is None:
+            return None
+        rate = hit_rate(self.decode)
+        return hit_rate(self.prefill) if rate is None else rate
+
+    @property
+    def mb_per_token(self) -> float:
+        """Megabytes over the link per decoded token."""
+        return self.decode.bytes_link / 1e6 / max(1, self.reply_tokens - 1) if self.decode else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        rates = {name: getattr(self, name) for name in ("prefill_rate", "decode_rate", "hit_rate", "mb_per_token")}
+        return {**asdict(self), **rates}
+
+    def line(self) -> str:
+        """The status line."""
+        parts = [
+            f"prefill {self.prompt_tokens - self.reused_tokens} tok at {self.prefill_rate:.1f} tok/s"
+            + (f" ({self.reused_tokens} reused)" if self.reused_tokens else ""),
+            f"decode {self.reply_tokens} tok at {self.decode_rate:.1f} tok/s",
+        ]
+        if self.hit_rate is not None:
+            parts += [f"hit rate {self.hit_rate:.1%}", f"{self.mb_per_token:.1f} MB/tok"]
+        if self.finish != "stop":
+            parts.append({"length": "stopped at -n", "context": "context is full", "interrupted": "interrupted"}[self.finish])
+        return " | ".join(parts)
+
+
+def phases(now: PagerStats | None, before: PagerStats | None) -> Counts | None:
+    """All that was counted between two snapshots, both phases together."""
+    if now is None or before is None:
+        return None
+    a, b = _since(now.prefill, before.prefill), _since(now.decode, before.decode)
+    return Counts(*(x + y for x, y in zip(asdict(a).values(), asdict(b).values(), strict=True)))
