@@ -122,8 +122,18 @@ if __name__ == "__main__":  # the program of the terminal test
     from tinyserve_gguf.cli import main
 
     class Slow(FakeConversation):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args, during=lambda: time.sleep(30 if self.asked[-1][0] == "wait" else 0))
+        """Also takes a minute for the text "wait", a piece each 50 ms."""
+
+        def reply(self, text: str, max_tokens: int, sampling: Any) -> Generator[str, None, None]:
+            for piece in super().reply(text, max_tokens, sampling):
+                yield piece
+            try:
+                for _ in range(1200 if text == "wait" else 0):
+                    yield "tick "
+                    time.sleep(0.05)
+            finally:
+                if text == "wait":
+                    self.last = FakeReplyStats(finish="interrupted")
 
     sys.modules.update(fake_modules(Slow)[0])
     main(["chat", "model.gguf"])

@@ -142,7 +142,7 @@ def rest(n_blocks: int = 2, *, n_expert: int = 4, shared: bool = False, output: 
 
 
 def write_shards(
-    folder: Path, prefix: str, parts: list[list[Tensor]], *, arch: str = "qwen3moe", total: int | None = None, **more: Value
+    folder: Path, prefix: str, parts: list[list[Tensor]], *, total: int | None = None, extra: Mapping[str, Value] | None = None
 ) -> list[Path]:
     """A split model, one file per list of tensors. `total` is what split.tensors.count says; `extra` goes into every file."""
     paths = []

@@ -26,7 +26,7 @@ log = logging.getLogger("tinyserve_gguf.llama")
 
 ALL_LAYERS = 0x7FFFFFFF  # n_gpu_layers that means every layer
 FLASH_ATTENTION = {"auto": C.LLAMA_FLASH_ATTN_TYPE_AUTO, "off": C.LLAMA_FLASH_ATTN_TYPE_DISABLED, "on": C.LLAMA_FLASH_ATTN_TYPE_ENABLED}
-_LOG_LEVELS = {1: logging.INFO, 2: logging.WARNING, 3: logging.ERROR, 4: logging.DEBUG}
+_LOG_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}  # enum ggml_log_level; 5 continues the line
 
 
 def library() -> ctypes.CDLL:
@@ -43,7 +43,7 @@ class _Log:
     """llama.cpp's log: every line goes to the logger `tinyserve_gguf.llama`, and the last lines are kept for error messages."""
 
     def __init__(self) -> None:
-        self.recent: deque[str] = deque(maxlen=400)
+        self.recent: deque[tuple[int, str]] = deque(maxlen=400)  # (level, line)
         self._level = logging.INFO
         self._partial = ""
         self._callback = C.llama_log_callback(self._on_line)
@@ -56,16 +56,15 @@ class _Log:
         self._partial += text.decode("utf-8", "replace")
         *lines, self._partial = self._partial.split("\n")
         for line in lines:
-            self.recent.append(line)
+            self.recent.append((self._level, line))
             log.log(self._level, "%s", line)
 
-    def cause(self, start: int) -> str:
-        """The first line since `start` that reads like a reason, without llama.cpp's function name."""
-        lines = list(self.recent)[start:]
-        for line in lines:
-            if any(word in line for word in ("error", "failed", "invalid", "missing", "unknown", "wrong", "bad ", "corrupt", "not found", "out of memory", "unable")):
-                return line.split(": ", 1)[-1].strip() if ": " in line else line.strip()
-        return lines[-1].strip() if lines else "llama.cpp gave no reason"
+    def cause(self) -> str:
+        """The first line logged as an error, else the last line, without llama.cpp's function name. llama.cpp logs the reason first and what it
+        was doing after it: "tensor 'x' has offset 1, expected 0", then "failed to read tensor data"."""
+        lines = list(self.recent)
+        reason = next((line for level, line in lines if level == logging.ERROR and line), lines[-1][1] if lines else "llama.cpp gave no reason")
+        return reason.split(": ", 1)[-1].strip()
 
 
 _log = _Log()
@@ -86,7 +85,7 @@ def explained() -> Iterator[Callable[[], str]]:
     """Gives a function that names the cause llama.cpp logged since the block began."""
     start()
     _log.recent.clear()
-    yield lambda: _log.cause(0)
+    yield _log.cause
 
 
 # ---- versions and devices -------------------------------------------------------------------------------------------------------------------

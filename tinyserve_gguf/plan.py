@@ -125,11 +125,17 @@ def minimum(group: LayoutGroup) -> int:
     return max(layer.n_used for layer in group.layers)
 
 
+def kv_bytes_per_token(facts: ModelFacts) -> int:
+    """Keys and values of one token in f16: as many as the projections have rows. MLA keeps one compressed row, counted twice to be safe."""
+    rows = {"attn_k.weight": 1, "attn_v.weight": 1, "attn_qkv.weight": 1, "attn_kv_a_mqa.weight": 2}
+    return sum(2 * rows.get(tensor.name.partition(".")[2].partition(".")[2], 0) * tensor.ne(1) for tensor in facts.tensors)
+
+
 def context_bytes(facts: ModelFacts, n_ctx: int, n_ubatch: int) -> int:
     """A generous estimate of KV cache (f16) and compute buffers on the device."""
-    kv = facts.kv_bytes_per_token * n_ctx
-    compute = n_ubatch * 4 * (facts.vocabulary_size + 16 * facts.embedding_length) + 128 * MIB
-    return kv + compute
+    vocabulary = max((tensor.ne(1) for tensor in facts.tensors if tensor.name == "token_embd.weight"), default=0)
+    compute = n_ubatch * 4 * (vocabulary + 16 * facts.embedding_length) + 128 * MIB
+    return kv_bytes_per_token(facts) * n_ctx + compute
 
 
 def make_plan(facts: ModelFacts, spec: CacheSpec, device: DeviceFacts, *, n_ctx: int, n_ubatch: int) -> Plan:

@@ -103,7 +103,7 @@ def load_shown(path: str, options: dict[str, Any]) -> Iterator[Model]:
     """The loaded model. Shows the progress on a terminal, then what the plan decided and why. Ctrl-C abandons the load."""
     from tinyserve_gguf.model import load
 
-    with Interrupt(polite=True) as interrupt, progress_bar() as show:
+    with Interrupt("ask") as interrupt, progress_bar() as show:
 
         def on_progress(fraction: float) -> bool:
             show(fraction)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import signal
 from types import FrameType, TracebackType
-from typing import final
+from typing import Literal, final
+
+
+Mode = Literal["raise", "ask", "hold"]
 
 
 @final
 class Interrupt:
-    """While active, a first Ctrl-C only sets `requested`, for a loop that looks at it between two steps; the second raises KeyboardInterrupt.
+    """While active, Ctrl-C sets `requested`, and `mode` says what else it does.
 
-    With `polite` off every Ctrl-C raises at once: for stretches without such a loop. A process that ignores SIGINT (nohup) goes on ignoring it.
+    "raise": KeyboardInterrupt at once, for a long stretch that looks at nothing. "ask": nothing the first time, for a loop that looks at `requested`
+    between two steps; KeyboardInterrupt the second time. "hold": nothing, for a short end that has to be reached. A process that ignores SIGINT
+    (nohup) goes on ignoring it.
     """
 
-    def __init__(self, *, polite: bool) -> None:
-        self.polite = polite
+    def __init__(self, mode: Mode) -> None:
+        self.mode: Mode = mode
         self.requested = False
 
     def __enter__(self) -> Interrupt:
@@ -28,7 +33,7 @@ class Interrupt:
             signal.signal(signal.SIGINT, self._before)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        polite_now = self.polite and not self.requested
+        again = self.requested
         self.requested = True
-        if not polite_now:
+        if self.mode == "raise" or (self.mode == "ask" and again):
             raise KeyboardInterrupt

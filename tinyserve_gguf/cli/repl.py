@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
@@ -131,27 +130,37 @@ class Repl:
     def answer(self, text: str) -> bool:
         """Stream the reply to `text`. False when Ctrl-C stopped it; what was written so far stays in the conversation."""
         before = self._conversation.last
-        shown = ""
-        with Interrupt(polite=False) as interrupt, closing(self._conversation.reply(text, self._max_tokens, self._sampling)) as reply:
+        with Interrupt("raise") as interrupt:
+            reply = self._conversation.reply(text, self._max_tokens, self._sampling)
             try:
-                for piece in reply:
-                    interrupt.polite = True  # pieces come often from here on, so stop between two; before the first, the prompt may take minutes
-                    if piece:
-                        self._write(piece)
-                        shown = piece
-                    if interrupt.requested:
-                        break
+                self._stream(reply, interrupt)
             except KeyboardInterrupt:
-                interrupt.requested = True
-        if not shown.endswith("\n") and (shown or not interrupt.requested):
-            self._write("\n")
-        stats = self._conversation.last
-        if stats is not None and stats is not before:
-            self.turns.append(stats)
-            self._say(stats.line())
-            if stats.finish == "context":
-                self._say("the context is full: /reset starts over, a larger -c makes room")
+                self._write("\n")
+            finally:
+                interrupt.mode = "hold"
+                reply.close()
+            self._finish(before)
         return not interrupt.requested
+
+    def _stream(self, reply: Iterator[str], interrupt: Interrupt) -> None:
+        end = ""
+        for piece in reply:
+            interrupt.mode = "ask"  # pieces come often from here on, so stop between two; before the first, reading the prompt may take minutes
+            self._write(piece)
+            end = piece or end
+            if interrupt.requested:
+                break
+        if not end.endswith("\n"):
+            self._write("\n")
+
+    def _finish(self, before: ReplyStats | None) -> None:
+        stats = self._conversation.last
+        if stats is None or stats is before:  # stopped before there was anything to count
+            return
+        self.turns.append(stats)
+        self._say(stats.line())
+        if stats.finish == "context":
+            self._say("the context is full: /reset starts over, a larger -c makes room")
 
     # ---- input
 
