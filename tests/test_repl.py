@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,26 @@ def test_full_context_keeps_a_session_and_ends_a_script() -> None:
         make("FULL", "on", interactive=False)[0].run()
 
 
+def test_error_after_half_a_reply_begins_a_new_line() -> None:
+    def fail() -> None:
+        raise ContextFullError("full")
+
+    repl, _ = make("x", during=fail)
+    repl.run()
+    assert out(repl) == "you \n"
+
+
+def test_empty_reply_is_an_empty_line() -> None:
+    class Silent(FakeConversation):
+        def reply(self, text: str, max_tokens: int, sampling: Any) -> Generator[str, None, None]:
+            yield from ("", "")
+
+    repl, _ = make("one", "two", interactive=False)
+    repl._conversation = Silent()
+    assert repl.run() is True
+    assert out(repl) == "\n\n"
+
+
 def test_reply_cut_by_the_context_says_what_to_do() -> None:
     repl, _ = make("LONG")
     repl.run()
@@ -210,7 +230,7 @@ def test_interrupt_stops_the_reply_at_a_piece_and_keeps_the_session() -> None:
 
 def test_interrupt_before_the_first_piece_stops_at_once() -> None:
     class Prefilling(FakeConversation):
-        def reply(self, text: str, max_tokens: int, sampling: Any) -> Iterator[str]:  # type: ignore[override]
+        def reply(self, text: str, max_tokens: int, sampling: Any) -> Generator[str, None, None]:
             if text == "long":
                 signal.raise_signal(signal.SIGINT)
                 pytest.fail("the signal was put off")
@@ -253,7 +273,7 @@ def test_interrupt_drops_the_lines_before() -> None:
 
 def test_interrupt_while_a_stopped_reply_ends_is_not_taken_for_one_at_the_prompt() -> None:
     class Closing(FakeConversation):
-        def reply(self, text: str, max_tokens: int, sampling: Any) -> Iterator[str]:  # type: ignore[override]
+        def reply(self, text: str, max_tokens: int, sampling: Any) -> Generator[str, None, None]:
             try:
                 yield from super().reply(text, max_tokens, sampling)
             finally:

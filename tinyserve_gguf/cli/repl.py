@@ -84,6 +84,7 @@ class Repl:
         self._sampling = sampling
         self._stats_lines = stats_lines
         self._interactive = interactive
+        self._line_open = False  # whether `out` is in the middle of a line
         self._commands: dict[str, Callable[[str], None]] = {
             "/reset": self._reset,
             "/system": self._system,
@@ -135,23 +136,24 @@ class Repl:
             try:
                 self._stream(reply, interrupt)
             except KeyboardInterrupt:
-                self._write("\n")
+                self._line_open = True  # the terminal has written ^C
             finally:
                 interrupt.mode = "hold"
                 reply.close()
+                if self._line_open:
+                    self._write("\n")
             self._finish(before)
         return not interrupt.requested
 
     def _stream(self, reply: Iterator[str], interrupt: Interrupt) -> None:
-        end = ""
+        written = False
         for piece in reply:
             interrupt.mode = "ask"  # pieces come often from here on, so stop between two; before the first, reading the prompt may take minutes
             self._write(piece)
-            end = piece or end
+            written = written or piece != ""
             if interrupt.requested:
                 break
-        if not end.endswith("\n"):
-            self._write("\n")
+        self._line_open = self._line_open or not written  # an empty reply is an empty line
 
     def _finish(self, before: ReplyStats | None) -> None:
         stats = self._conversation.last
@@ -189,6 +191,8 @@ class Repl:
     def _write(self, text: str) -> None:
         self._out.write(text.translate(_CONTROL) if self._out.isatty() else text)
         self._out.flush()
+        if text:
+            self._line_open = not text.endswith("\n")
 
     def _say(self, text: str) -> None:
         click.echo(click.style(text, dim=True), file=self._err)  # click drops the style unless this is a terminal

@@ -1,0 +1,347 @@
+"""The command line with a fake model: options, bad values, exit codes, what goes to which stream, the error boundary."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from cli_fakes import FakeConversation, FakeModel, fake_modules
+from click.testing import CliRunner, Result
+
+from tinyserve_gguf import errors
+from tinyserve_gguf._llama import Sampling
+from tinyserve_gguf.cli import COMMANDS, main
+from tinyserve_gguf.cli.chat import chat as chat_command
+from tinyserve_gguf.cli.options import SAMPLING
+from tinyserve_gguf.cli.report import StatsFile
+
+conversations: list[FakeConversation] = []
+
+
+class Recorded(FakeConversation):
+    def __init__(self, model: object, system: str | None) -> None:
+        super().__init__(model, system)
+        conversations.append(self)
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[FakeModel]:
+    """The models that the fake `load` made."""
+    conversations.clear()
+    modules, models = fake_modules(Recorded)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return models
+
+
+def run(*arguments: str, stdin: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(main, list(arguments), input=stdin, prog_name="tinyserve-gguf")
+
+
+def refused(result: Result) -> str:
+    """The one line on stderr of a refused call."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+# ---- one answer
+
+
+def test_reply_alone_on_stdout(loaded: list[FakeModel]) -> None:
+    result = run("chat", "m.gguf", "-p", "hello")
+    assert result.exit_code == 0
+    assert result.stdout == "you said hello\n"
+    assert result.stderr == "plan: all experts resident\n[status stop]\n"
+    assert loaded[0].closed
+
+
+def test_defaults(loaded: list[FakeModel]) -> None:
+    run("chat", "m.gguf", "-p", "x")
+    assert loaded[0].path == "m.gguf"
+    assert loaded[0].options == {"expert_cache": "auto", "policy": "lfru", "device": "auto", "n_ctx": 4096, "n_ubatch": 512, "n_threads": None}
+    ((_, max_tokens, sampling),) = conversations[0].asked
+    assert max_tokens == 2**31 - 1
+    assert sampling == Sampling()
+
+
+def test_sampling_defaults_in_help_are_those_of_sampling() -> None:
+    shown = {p.name: p.default for p in chat_command.params if p.name in SAMPLING}
+    assert shown == {f.name: f.default for f in dataclasses.fields(Sampling) if f.name in SAMPLING}
+
+
+def test_every_option_arrives(loaded: list[FakeModel]) -> None:
+    text = "-p x -n 7 -c 99 -b 64 -t 3 --expert-cache 25% --policy slru --device CPU --system S"
+    run("chat", "m", *text.split(), *"--temp 0 --top-k 5 --top-p 0.5 --min-p 0.1 --repeat-penalty 1.2 --seed 42".split())
+    assert loaded[0].options == {"expert_cache": "25%", "policy": "slru", "device": "CPU", "n_ctx": 99, "n_ubatch": 64, "n_threads": 3}
+    assert conversations[0].asked == [("x", 7, Sampling(temp=0, top_k=5, top_p=0.5, min_p=0.1, repeat_penalty=1.2, seed=42))]
+    assert conversations[0].messages[0] == {"role": "system", "content": "S"}
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name", "value"),
+    [
+        ("--predict 4", None, 4),
+        ("-n -1", None, 2**31 - 1),
+        ("--ctx-size 4", "n_ctx", 4),
+        ("--ubatch 4", "n_ubatch", 4),
+        ("-ub 4", "n_ubatch", 4),
+        ("--ubatch-size 4", "n_ubatch", 4),
+        ("--threads 4", "n_threads", 4),
+        ("--expert-cache all", "expert_cache", "all"),
+        ("--expert-cache 12", "expert_cache", "12"),
+        ("--expert-cache 6GiB", "expert_cache", "6GiB"),
+        ("--device CUDA0", "device", "CUDA0"),
+    ],
+)
+def test_spellings(loaded: list[FakeModel], spelling: str, name: str | None, value: object) -> None:
+    assert run("chat", "m", "-p", "x", *spelling.split()).exit_code == 0
+    assert (loaded[0].options[name] if name else conversations[0].asked[0][1]) == value
+
+
+def test_prompt_from_stdin(loaded: list[FakeModel]) -> None:
+    result = run("chat", "m", "-p", "-", stdin="two\nlines ü\n")
+    assert result.stdout == "you said two\nlines ü\n"
+
+
+# ---- scripts
+
+
+def test_lines_of_stdin_are_turns(loaded: list[FakeModel]) -> None:
+    result = run("chat", "m", stdin="one\n\ntwo\n/stats\n/exit\nnever\n")
+    assert result.exit_code == 0
+    assert result.stdout == "you said one\nyou said two\n"
+    assert "hits 7 of 9" in result.stderr
+    assert "> " not in result.stderr
+
+
+# ---- bad values: one line, exit code 2, no model loaded
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ("", "MODEL"),
+        ("m --temp -1", "--temp"),
+        ("m --temp nan", "--temp"),
+        ("m --temp inf", "--temp"),
+        ("m --temp warm", "--temp"),
+        ("m --top-k -1", "--top-k"),
+        ("m --top-k 4294967296", "--top-k"),
+        ("m --top-p 0", "--top-p"),
+        ("m --top-p 1.1", "--top-p"),
+        ("m --min-p -0.1", "--min-p"),
+        ("m --repeat-penalty 0", "--repeat-penalty"),
+        ("m --seed -2", "--seed"),
+        ("m --seed 4294967296", "--seed"),
+        ("m -n 0", "-n"),
+        ("m -n -2", "-n"),
+        ("m -c 0", "-c"),
+        ("m -c 4k", "-c"),
+        ("m -b 0", "-b"),
+        ("m -b 70000", "-b"),
+        ("m -t 0", "-t"),
+        ("m -t 513", "-t"),
+        ("m --policy mru", "lfru"),
+        ("m --expert-cache some", "--expert-cache"),
+        ("m --expert-cache -3", "--expert-cache"),
+        ("m --device CPU,CUDA0", "--device"),
+        ("m --nope", "--nope"),
+        ("m more", "more"),
+        ("m -p", "-p"),
+    ],
+)
+def test_impossible_values(loaded: list[FakeModel], arguments: str, names: str) -> None:
+    assert names in refused(run("chat", *arguments.split(), stdin="x\n"))
+    assert not loaded
+
+
+def test_empty_values(loaded: list[FakeModel]) -> None:
+    for option in ("--expert-cache", "--device", "--policy"):
+        assert option in refused(run("chat", "m", "-p", "x", option, ""))
+    for prompt in ("", "  \n"):
+        assert "prompt is empty" in refused(run("chat", "m", "-p", prompt))
+    assert "prompt is empty" in refused(run("chat", "m", "-p", "-", stdin="\n"))
+    assert not loaded
+
+
+def test_text_that_is_not_utf8(loaded: list[FakeModel]) -> None:
+    for arguments in (("-p", "\udcff"), ("-p", "x", "--system", "\udcff")):
+        assert "not UTF-8" in refused(run("chat", "m", *arguments))
+    assert "not UTF-8" in refused(run("chat", "m", "-p", "-", stdin=b"\xff\xfe"))
+    assert not loaded
+
+
+def test_unknown_command() -> None:
+    assert "nope" in refused(run("nope"))
+
+
+# ---- --stats-json
+
+
+def test_stats_json(loaded: list[FakeModel], tmp_path: Path) -> None:
+    path = tmp_path / "stats.json"
+    assert run("chat", "m.gguf", "--stats-json", str(path), stdin="one\ntwo\n").exit_code == 0
+    found = json.loads(path.read_text())
+    assert found["model"] == "m.gguf"
+    assert found["stats"] == {"hits": 7}
+    assert [turn["finish"] for turn in found["turns"]] == ["stop", "stop"]
+    assert found["turns"][0]["hit_rate"] is None
+    assert found["turns"][0]["prefill_rate"] == 10.0
+    assert os.listdir(tmp_path) == ["stats.json"]
+
+
+def test_stats_json_is_refused_before_the_load(loaded: list[FakeModel], tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none" / "x", Path("/dev/null")):
+        assert str(path) in refused(run("chat", "m", "-p", "x", "--stats-json", str(path)))
+    assert not loaded
+    assert os.listdir(tmp_path) == []
+    assert Path("/dev/null").is_char_device()
+
+
+def test_stats_file_follows_a_link_and_keeps_the_old_one_on_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to("real")
+    file = StatsFile(tmp_path / "link")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(errors.OptionError, match="No space left"):
+            file.write({})
+    assert (tmp_path / "real").read_text() == "old"
+    file.write({"a": 1})
+    assert json.loads((tmp_path / "real").read_text()) == {"a": 1}
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["link", "real"]
+
+
+# ---- the error boundary
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
+    """Makes the command `info` fail with an error."""
+
+    def fail_with(error: BaseException) -> None:
+        @click.command()
+        def info() -> None:
+            raise error
+
+        monkeypatch.setitem(COMMANDS, "info", (lambda: info, ""))
+
+    return fail_with
+
+
+@pytest.mark.parametrize("kind", [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.TinyserveError)])
+def test_every_error_of_ours_is_one_line(kind: type[Exception], failing: Callable[[BaseException], None]) -> None:
+    failing(kind("it broke:\n  mend it"))
+    assert refused(run("info")) == "error: it broke: mend it\n"
+
+
+def test_interrupt_is_130_and_quiet(failing: Callable[[BaseException], None]) -> None:
+    failing(KeyboardInterrupt())
+    result = run("info")
+    assert result.exit_code == 130
+    assert result.output.strip() == ""
+
+
+def test_a_bug_is_not_hidden(failing: Callable[[BaseException], None]) -> None:
+    failing(ZeroDivisionError())
+    assert isinstance(run("info").exception, ZeroDivisionError)
+
+
+def test_interrupted_answer_is_130_and_still_writes_stats(loaded: list[FakeModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import signal
+
+    class Interrupted(FakeConversation):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, during=lambda: signal.raise_signal(signal.SIGINT))
+
+    vars(sys.modules["tinyserve_gguf.chat"])["Conversation"] = Interrupted
+    result = run("chat", "m", "-p", "x", "--stats-json", str(tmp_path / "s"))
+    assert result.exit_code == 130
+    assert json.loads((tmp_path / "s").read_text())["turns"][0]["finish"] == "interrupted"
+    assert loaded[0].closed
+
+
+def test_interrupt_during_the_load_abandons_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import signal
+
+    modules, _ = fake_modules()
+
+    def load(path: str, *, progress: Callable[[float], bool], **_: Any) -> None:
+        assert progress(0.1)
+        signal.raise_signal(signal.SIGINT)
+        assert not progress(0.2)
+        raise errors.ModelFileError("llama.cpp cannot load it")
+
+    vars(modules["tinyserve_gguf.model"])["load"] = load
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    result = run("chat", "m", "-p", "x")
+    assert result.exit_code == 130
+    assert result.output.strip() == ""
+
+
+# ---- as a process
+
+
+def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, env=environment, check=False, **options)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys; from tinyserve_gguf.cli import main; import tinyserve_gguf.cli.chat; print(*{'llama_cpp', 'numpy', 'rich', 'gguf'} & set(sys.modules))"
+    assert process("-c", code).stdout.strip() == ""
+
+
+def test_help_and_version() -> None:
+    assert run().output == run("--help").output
+    for name in COMMANDS:
+        assert f"\n  {name}  " in run("--help").output
+        assert run(name, "--help").exit_code == 0
+    assert "llama-cpp-python 0.3." in run("--version").output
+
+
+def test_python_m() -> None:
+    done = process("-m", "tinyserve_gguf", "chat", "m", "--temp", "-1", stdin=subprocess.DEVNULL)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes end differently")
+def test_broken_pipe_is_quiet() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    root = Path(__file__).parent.parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("cli_fakes.py"))],
+        input="hello\n",
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        env=environment,
+        check=False,
+    )
+    os.close(writer)
+    assert done.stderr == "plan: all experts resident\n"
