@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tinyserve_gguf.errors import ContextFullError
+from tinyserve_gguf.errors import ContextFullError, OptionError
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,9 @@ class FakeReplyStats:
     mb_per_token: float = 1.5
     finish: str = "stop"
 
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
     def line(self) -> str:
         return f"[status {self.finish}]"
 
@@ -33,7 +36,7 @@ class FakeReplyStats:
 class FakeConversation:
     """Replies with "you said TEXT" in pieces. `during`, if set, is called between the pieces; the text "FULL" finds the context full."""
 
-    def __init__(self, model: object = None, system: str | None = None, *, during: Callable[[], None] | None = None) -> None:
+    def __init__(self, _model: object = None, system: str | None = None, *, during: Callable[[], None] | None = None) -> None:
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         self.last: Any = None
         self.asked: list[tuple[str, int, Any]] = []
@@ -64,6 +67,8 @@ class FakeConversation:
         self.messages = [{"role": "system", "content": text or ""}, *(m for m in self.messages if m["role"] != "system")]
 
     def save(self, path: str | os.PathLike[str]) -> None:
+        if not Path(path).parent.is_dir():
+            raise OptionError(f"cannot write {path}")
         Path(path).write_text("saved")
 
 
@@ -125,8 +130,7 @@ if __name__ == "__main__":  # the program of the terminal test
         """Also takes a minute for the text "wait", a piece each 50 ms."""
 
         def reply(self, text: str, max_tokens: int, sampling: Any) -> Generator[str, None, None]:
-            for piece in super().reply(text, max_tokens, sampling):
-                yield piece
+            yield from super().reply(text, max_tokens, sampling)
             try:
                 for _ in range(1200 if text == "wait" else 0):
                     yield "tick "
@@ -136,4 +140,4 @@ if __name__ == "__main__":  # the program of the terminal test
                     self.last = FakeReplyStats(finish="interrupted")
 
     sys.modules.update(fake_modules(Slow)[0])
-    main(["chat", "model.gguf"])
+    main(["chat", "model.gguf", *sys.argv[1:]])

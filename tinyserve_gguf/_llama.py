@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -158,7 +159,7 @@ class NativeModel:
                 callback = C.llama_progress_callback(lambda fraction, _user: bool(progress(fraction)))
                 keep.append(callback)
                 params.progress_callback = callback
-            self._model: Any = C.llama_model_load_from_file(path.encode(), params)
+            self._model: Any = C.llama_model_load_from_file(os.fsencode(path), params)
             if not self._model:
                 raise ModelFileError(f"{path}: llama.cpp cannot load it: {cause()}")
         self._vocab = C.llama_model_get_vocab(self._model)
@@ -265,7 +266,6 @@ class NativeContext:
             self._ctx: Any = C.llama_init_from_model(model.handle, params)
             if not self._ctx:
                 raise CapacityError(f"llama.cpp cannot make a context of {options.n_ctx} tokens (try a smaller -c or -b): {cause()}")
-        self._memory = C.llama_get_memory(self._ctx)
         self._batch = C.llama_batch_init(options.n_batch, 0, 1)
         self.n_batch = options.n_batch
         self.n_ctx: int = C.llama_n_ctx(self._ctx)
@@ -278,7 +278,7 @@ class NativeContext:
 
     def decode(self, tokens: Sequence[int], position: int, *, want_logits: bool) -> None:
         """Compute up to `n_batch` tokens from `position` on. Logits of the last one are kept if wanted."""
-        batch = self._batch
+        context, batch = self.handle, self._batch
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
             batch.token[i] = token
@@ -288,20 +288,27 @@ class NativeContext:
             batch.logits[i] = False
         batch.logits[len(tokens) - 1] = want_logits
         with explained() as cause:
-            status = C.llama_decode(self._ctx, batch)
+            status = C.llama_decode(context, batch)
             if status != 0:
                 raise EngineError(f"llama_decode of {len(tokens)} tokens at position {position} failed with {status}: {cause()}")
 
     def synchronize(self) -> None:
-        C.llama_synchronize(self._ctx)
+        C.llama_synchronize(self.handle)
 
     def logits(self) -> npt.NDArray[np.float32]:
         """Logits of the last decoded token, [n_vocab], a copy."""
-        pointer = C.llama_get_logits_ith(self._ctx, -1)
+        pointer = C.llama_get_logits_ith(self.handle, -1)
+        if not pointer:
+            raise OptionError("there are no logits: read tokens first")
         return np.array(np.ctypeslib.as_array(pointer, (self.model.n_vocab,)), dtype=np.float32)
 
     def keep(self, n: int) -> bool:
-        """Forget everything from position `n` on. False if this kind of memory cannot (recurrent states): then nothing changed."""
+        """Forget everything from position `n` on. False if this memory cannot go back there, and then nothing changed: recurrent states, or a
+        sliding-window cache that no longer holds all that the token at `n` looks back at."""
+        held = C.llama_memory_seq_pos_max(self._memory, 0)
+        window = C.llama_model_n_swa(self.model.handle)  # 0 = none; then every position is held
+        if 0 < n <= held and C.llama_memory_seq_pos_min(self._memory, 0) > max(0, n - window):
+            return False
         return bool(C.llama_memory_seq_rm(self._memory, 0, n, -1))
 
     def clear(self) -> None:
@@ -309,7 +316,14 @@ class NativeContext:
 
     @property
     def handle(self) -> Any:
+        """OptionError once it is closed: llama.cpp would read freed memory."""
+        if not self._ctx:
+            raise OptionError("the session is closed")
         return self._ctx
+
+    @property
+    def _memory(self) -> Any:
+        return C.llama_get_memory(self.handle)
 
 
 # ---- sampling -------------------------------------------------------------------------------------------------------------------------------

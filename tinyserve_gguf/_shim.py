@@ -182,13 +182,20 @@ class Pager:
     def __init__(self, device: Device, policy: str) -> None:
         out = _ffi.new("struct tsg_pager **")
         _check(_lib.tsg_pager_new(_ffi.cast("void *", device.handle), POLICIES.index(policy), out))
-        self._pager: Any = out[0]
+        self._handle: Any = out[0]
 
     def close(self) -> None:
         """Let go of the pager. Buffers and streams that llama.cpp still holds keep the rest alive."""
-        if self._pager:
-            _lib.tsg_pager_free(self._pager)
-            self._pager = None
+        if self._handle:
+            _lib.tsg_pager_free(self._handle)
+            self._handle = None
+
+    @property
+    def _pager(self) -> Any:
+        """OptionError once it is closed: handles of experts may outlive their model."""
+        if not self._handle:
+            raise OptionError("the model is closed")
+        return self._handle
 
     def add_pool(self, n_slots: int) -> int:
         index = _ffi.new("int32_t *")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from tinyserve_gguf._llama import Sampling, chat_formatter
@@ -56,7 +56,7 @@ class Conversation:
         self.reset()
         self.messages += turns
 
-    def reply(self, text: str, max_tokens: int = -1, sampling: Sampling = Sampling()) -> Iterator[str]:
+    def reply(self, text: str, max_tokens: int = -1, sampling: Sampling = Sampling()) -> Generator[str, None, None]:
         """Say `text` and stream the answer. If the iterator is closed early, what was said so far stays in the conversation; if the prompt fails
         (context full), nothing does."""
         self.messages.append({"role": "user", "content": text})
@@ -97,9 +97,12 @@ class Conversation:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the messages as JSON. OptionError if that file cannot be written."""
+        part = Path(f"{os.fspath(path)}.part")
         try:
-            Path(path).write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            part.write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            part.replace(path)
         except OSError as error:
+            part.unlink(missing_ok=True)
             raise OptionError(f"cannot write {path}: {error.strerror}") from error
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinyserve_gguf._shim import ExpertState, Pager
+from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.facts import ExpertLayer, PartFacts
 
 if TYPE_CHECKING:
@@ -50,9 +51,13 @@ class ExpertWeight:
         return torch.frombuffer((np.ctypeslib.ctypes.c_uint8 * raw.nbytes).from_address(address), dtype=torch.uint8).view(raw.shape)
 
     def dequantize(self) -> npt.NDArray[np.float32]:
-        """float32 values, [rows, columns], by gguf's reference dequantisers."""
+        """float32 values, [rows, columns], by gguf's reference dequantisers. OptionError for a type that has none there (Q1_0)."""
         kind = gguf.GGMLQuantizationType(self.facts.weight.type_id)
-        return np.asarray(gguf.quants.dequantize(self.raw, kind), dtype=np.float32).reshape(self.shape)
+        try:
+            values = gguf.quants.dequantize(self.raw, kind)
+        except NotImplementedError as error:
+            raise OptionError(f"the gguf package cannot dequantise {self.type}") from error
+        return np.asarray(values, dtype=np.float32).reshape(self.shape)
 
     def in_slot(self) -> npt.NDArray[np.uint8]:
         """The bytes that lie in the expert's slot now, copied back from the device. EngineError if it is not resident."""

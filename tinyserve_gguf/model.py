@@ -103,7 +103,7 @@ class Model:
         self._device = device
         self._pager: Pager | None = None
         self._native: NativeModel | None = None
-        self._sessions: list[Session] = []
+        self._sessions: set[Session] = set()  # open ones
         self._own: Session | None = None  # that of generate()
         try:
             self._open(progress)
@@ -159,9 +159,8 @@ class Model:
 
     def close(self) -> None:
         """Free contexts, weights and slots. Sessions and expert handles of this model are dead afterwards."""
-        for session in self._sessions:
+        for session in list(self._sessions):
             session.close()
-        self._sessions.clear()
         self._own = None
         if self._native:
             self._native.close()
@@ -235,8 +234,8 @@ class Model:
 
     def session(self) -> Session:
         """A new KV cache of `n_ctx` tokens. It is closed with the model at the latest."""
-        session = Session(self.native, self.options, self._snapshot)
-        self._sessions.append(session)
+        session = Session(self.native, self.options, self._snapshot, on_close=self._sessions.discard)
+        self._sessions.add(session)
         return session
 
     def text(self, tokens: Iterator[int]) -> Iterator[str]:

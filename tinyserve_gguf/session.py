@@ -14,11 +14,14 @@ from tinyserve_gguf.stats import ReplyStats, phases
 class Session:
     """Made by `Model.session()`. Not for two threads at once; two sessions of one model take turns by themselves."""
 
-    def __init__(self, model: NativeModel, options: ContextOptions, snapshot: Callable[[], PagerStats | None]) -> None:
+    def __init__(
+        self, model: NativeModel, options: ContextOptions, snapshot: Callable[[], PagerStats | None], on_close: Callable[[Session], None]
+    ) -> None:
         self._model = model
         self._context = NativeContext(model, options)
         self._step = options.n_ubatch
         self._snapshot = snapshot
+        self._on_close = on_close
         self._held: list[int] = []  # tokens whose keys and values are in the cache
         self.last: ReplyStats | None = None
 
@@ -34,6 +37,7 @@ class Session:
 
     def close(self) -> None:
         self._context.close()
+        self._on_close(self)
 
     def clear(self) -> None:
         """Forget everything."""

@@ -55,13 +55,13 @@ COMMANDS: dict[str, tuple[Callable[[], click.Command], str]] = {
 class Boundary(click.Group):
     """The commands above. `main` ends the process: every foreseen error is one `error: ...` line on stderr and exit code 2, Ctrl-C is 130."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 (click's signature, here and below)
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         return COMMANDS[cmd_name][0]() if cmd_name in COMMANDS else None
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
@@ -94,7 +94,9 @@ def _print_version(context: click.Context, _parameter: click.Parameter, wanted: 
     context.exit()
 
 
-@click.group(cls=Boundary, epilog=EPILOG, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=Boundary, epilog=EPILOG, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show the versions and leave.")
 @click.option("-v", "--verbose", is_flag=True, help="llama.cpp's log on stderr.")
 @click.pass_context

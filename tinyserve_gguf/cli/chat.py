@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from tinyserve_gguf.cli.interrupt import Interrupt
-from tinyserve_gguf.cli.lines import TerminalReader, pipe_reader, read_all, utf8
-from tinyserve_gguf.cli.options import INT32_MAX, placement_options, predict_option, sampling_options, take_sampling
+from tinyserve_gguf.cli.lines import TerminalReader, decoded, pipe_reader, utf8
+from tinyserve_gguf.cli.options import placement_options, predict_option, sampling_options, take_sampling
 from tinyserve_gguf.cli.repl import Repl
 from tinyserve_gguf.cli.report import StatsFile, content
 from tinyserve_gguf.errors import OptionError, TinyserveError
@@ -66,21 +66,21 @@ def chat(model: str, prompt: str | None, system: str | None, n_predict: int, sta
             read=read,
             out=sys.stdout,
             err=sys.stderr,
-            max_tokens=n_predict if n_predict > 0 else INT32_MAX,
+            max_tokens=n_predict,
             sampling=sampling,
             stats_lines=lambda: loaded.stats().lines(),
             interactive=interactive,
         )
         finished = repl.answer(prompt) if prompt else repl.run()
         if stats_file:
-            stats_file.write(content(model, repl.turns, loaded.stats().as_dict()))
+            stats_file.write(content(model, repl.turns, loaded.stats()))
     if not finished:
         raise KeyboardInterrupt
 
 
 def read_prompt(given: str) -> str:
     """The text of -p, from stdin if it is "-". OptionError if it is empty."""
-    text = read_all(standard_input(), "the prompt on stdin").rstrip("\r\n") if given == "-" else utf8(given, "-p")
+    text = decoded(standard_input().read(), "the prompt on stdin").rstrip("\r\n") if given == "-" else utf8(given, "-p")
     if not text.strip():
         raise OptionError("the prompt is empty: give -p TEXT, or -p - with text on stdin")
     return text

@@ -6,7 +6,6 @@ import signal
 from types import FrameType, TracebackType
 from typing import Literal, final
 
-
 Mode = Literal["raise", "ask", "hold"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO
@@ -29,10 +29,10 @@ def utf8(text: str, what: str) -> str:
     return text
 
 
-def read_all(stream: BinaryIO, what: str) -> str:
-    """A whole stream as text."""
+def decoded(raw: bytes, what: str) -> str:
+    """`raw` as text, or OptionError when it is not UTF-8."""
     try:
-        return stream.read().decode()
+        return raw.decode()
     except UnicodeDecodeError:
         raise OptionError(f"{what} is not UTF-8 text") from None
 
@@ -40,18 +40,11 @@ def read_all(stream: BinaryIO, what: str) -> str:
 def pipe_reader(stream: BinaryIO) -> Callable[[str], str]:
     """A reader that gives one line of the stream a call, without its line end, and raises EOFError after the last. It shows no prompt."""
 
-    def lines() -> Iterator[str]:
-        for number, line in enumerate(stream, 1):
-            try:
-                yield line.decode().rstrip("\r\n")
-            except UnicodeDecodeError:
-                raise OptionError(f"line {number} of the standard input is not UTF-8 text") from None
-
-    source = lines()
+    numbered = enumerate(stream, 1)
 
     def read(_prompt: str) -> str:
-        for line in source:
-            return line
+        for number, line in numbered:
+            return decoded(line, f"line {number} of the standard input").rstrip("\r\n")
         raise EOFError
 
     return read
@@ -59,8 +52,8 @@ def pipe_reader(stream: BinaryIO) -> Callable[[str], str]:
 
 def history_file() -> Path:
     """Where the chat history lies: under $XDG_STATE_HOME if that is an absolute path, else ~/.local/state. RuntimeError without a home."""
-    base = os.environ.get("XDG_STATE_HOME", "")
-    return Path(base if os.path.isabs(base) else Path.home() / ".local" / "state") / "tinyserve-gguf" / "chat-history"
+    base = Path(os.environ.get("XDG_STATE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".local" / "state") / "tinyserve-gguf" / "chat-history"
 
 
 class TerminalReader:

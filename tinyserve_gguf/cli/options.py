@@ -87,7 +87,14 @@ device_option = click.option(
     "--device", type=Device(), default="auto", show_default=True, metavar="NAME", help="Device that computes: auto, CPU, CUDA0, ..."
 )
 ctx_size_option = click.option(
-    "-c", "--ctx-size", "n_ctx", type=click.IntRange(1, INT32_MAX), default=4096, show_default=True, metavar="N", help="Context length in tokens."
+    "-c",
+    "--ctx-size",
+    "n_ctx",
+    type=click.IntRange(0, INT32_MAX),
+    default=4096,
+    show_default=True,
+    metavar="N",
+    help="Context length in tokens; 0 = the model's own.",
 )
 ubatch_option = click.option(
     "-b",

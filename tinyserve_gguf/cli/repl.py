@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +44,8 @@ class Conversation(Protocol):
     def reply(self, text: str, max_tokens: int, sampling: Sampling) -> Generator[str, None, None]: ...
     def reset(self) -> None: ...
     def set_system(self, text: str) -> None: ...
-    def save(self, path: Path) -> None: ...
+    def save(self, path: Path) -> None:
+        """OptionError if it cannot be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +179,11 @@ class Repl:
         return Entry(line.strip())
 
     def _read_quoted(self, text: str) -> str:
-        while not text.rstrip().endswith(QUOTES):
-            try:
+        try:
+            while not text.rstrip().endswith(QUOTES):
                 text += "\n" + self._read(CONTINUED)
-            except EOFError:
-                raise OptionError(f"the text after {QUOTES} has no closing {QUOTES}; it was not sent") from None
+        except EOFError:
+            raise OptionError(f"the text after {QUOTES} has no closing {QUOTES}; it was not sent") from None
         return text.rstrip()[: -len(QUOTES)].strip("\n")
 
     # ---- output
@@ -231,11 +231,11 @@ class Repl:
     def _save(self, name: str) -> None:
         if not name:
             raise OptionError("/save needs the name of a file")
-        path = Path(os.path.expanduser(name))
         try:
-            self._conversation.save(path)
-        except OSError as error:
-            raise OptionError(f"{path}: the conversation cannot be saved there: {error.strerror}") from None
+            path = Path(name).expanduser()
+        except RuntimeError as error:  # no such user
+            raise OptionError(f"/save {name}: {error}") from None
+        self._conversation.save(path)
         self._say(f"saved {len(self._conversation.messages)} messages to {path}")
 
     def _help(self, _argument: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tinyserve_gguf.errors import OptionError
 
 if TYPE_CHECKING:
-    from tinyserve_gguf.stats import ReplyStats
+    from tinyserve_gguf.stats import ReplyStats, Stats
 
 
 class StatsFile:
@@ -34,7 +34,7 @@ class StatsFile:
         text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         try:
             self._part.write_text(text, "utf-8")
-            os.replace(self._part, self._path)
+            self._part.replace(self._path)
         except OSError as error:
             raise self._refusal(error) from None
         finally:
@@ -44,22 +44,6 @@ class StatsFile:
         return OptionError(f"--stats-json {self._given}: cannot be written: {error.strerror}")
 
 
-def content(model: str, turns: Sequence[ReplyStats], stats: dict[str, Any]) -> dict[str, Any]:
-    """What the file holds: `model` (the path as given), `turns` (one object a reply, seconds and tokens), `stats` (the model's, at the end)."""
-    return {"model": model, "turns": [turn_content(turn) for turn in turns], "stats": stats}
-
-
-def turn_content(turn: ReplyStats) -> dict[str, Any]:
-    """One reply's stats. `hit_rate` is null when nothing is paged."""
-    return {
-        "prompt_tokens": turn.prompt_tokens,
-        "reused_tokens": turn.reused_tokens,
-        "reply_tokens": turn.reply_tokens,
-        "prefill_seconds": turn.prefill_seconds,
-        "decode_seconds": turn.decode_seconds,
-        "prefill_rate": turn.prefill_rate,
-        "decode_rate": turn.decode_rate,
-        "hit_rate": turn.hit_rate,
-        "mb_per_token": turn.mb_per_token,
-        "finish": turn.finish,
-    }
+def content(model: str, turns: Sequence[ReplyStats], stats: Stats) -> dict[str, Any]:
+    """What the file holds: `model` (the path as given), `turns` (one object a reply), `stats` (the model's, at the end)."""
+    return {"model": model, "turns": [turn.as_dict() for turn in turns], "stats": stats.as_dict()}

@@ -1,0 +1,34 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from synthetic import build
+
+from tinyserve_gguf.demo import build_demo
+
+ModelFile = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def model_file(tmp_path_factory: pytest.TempPathFactory) -> ModelFile:
+    """`model_file(name, **changes)`: a synthetic model (see synthetic.build), written once. Do not change the file."""
+    folder = tmp_path_factory.mktemp("models")
+    paths: dict[str, Path] = {}
+
+    def made(name: str, **changes: object) -> Path:
+        key = repr((name, sorted(changes.items())))
+        if key not in paths:
+            paths[key] = build(name, folder / f"{len(paths)}-{name}.gguf", **changes)
+        return paths[key]
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The demo model in the user's own cache: 6 s to build the first time, nothing after."""
+    return build_demo()
