@@ -6,6 +6,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 
 // ---- errors ----
 
@@ -65,4 +66,38 @@ bool tsg_device_supports(void * device, int32_t type, int64_t ne0, int64_t ne1, 
     const bool            yes = ggml_backend_dev_supports_op(device, ggml_mul_mat_id(ctx, w, x, ids));
     ggml_free(ctx);
     return yes;
+}
+
+static double seconds_now(void) {
+    struct timespec t;
+    timespec_get(&t, TIME_UTC);
+    return (double) t.tv_sec + 1e-9 * (double) t.tv_nsec;
+}
+
+double tsg_device_link_rate(void * device, size_t size, int32_t repeats) {
+    ggml_backend_buffer_type_t host_type = ggml_backend_dev_host_buffer_type(device);
+    struct ggml_context *      ctx = ggml_init((struct ggml_init_params) { .mem_size = 2 * ggml_tensor_overhead(), .no_alloc = true });
+    struct ggml_tensor *       to  = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, (int64_t) size);
+    ggml_backend_t             stream = ggml_backend_dev_init(device, NULL);
+    ggml_backend_buffer_t      memory = ggml_backend_alloc_ctx_tensors_from_buft(ctx, ggml_backend_dev_buffer_type(device));
+    ggml_backend_buffer_t      host   = ggml_backend_buft_alloc_buffer(host_type ? host_type : ggml_backend_cpu_buffer_type(), size);
+    double                     rate   = 0;
+    if (stream && memory && host) {
+        memset(ggml_backend_buffer_get_base(host), 1, size);
+        double start = 0;
+        for (int32_t i = -1; i < repeats; i++) {  // the first copy warms up
+            ggml_backend_tensor_set_async(stream, to, ggml_backend_buffer_get_base(host), 0, size);
+            if (i < 0) {
+                ggml_backend_synchronize(stream);
+                start = seconds_now();
+            }
+        }
+        ggml_backend_synchronize(stream);
+        rate = (double) size * repeats / (seconds_now() - start);
+    }
+    ggml_backend_buffer_free(host);
+    ggml_backend_buffer_free(memory);
+    ggml_backend_free(stream);
+    ggml_free(ctx);
+    return rate;
 }

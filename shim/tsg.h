@@ -103,6 +103,8 @@ const char *    tsg_ggml_version(void);  // the version this library was compile
 
 // Facts of a ggml device (a ggml_backend_dev_t), and whether it multiplies expert weights of this type and shape.
 void tsg_device_get(void * device, struct tsg_device * out);
+// Host to device bytes per second, from page-locked memory where the device has it, over `repeats` copies of `size` bytes; 0 if memory is short.
+double tsg_device_link_rate(void * device, size_t size, int32_t repeats);
 bool tsg_device_supports(void * device, int32_t type, int64_t ne0, int64_t ne1, int64_t n_expert, int64_t n_used);
 
 // Life of a pager: new, add pools and layers, commit (allocates the slots), hand device and buffer type to llama_model_load_from_file, ready

@@ -305,15 +305,17 @@ def test_counters_add_up(model_file: ModelFile, name: str, policy: str) -> None:
         assert pager.prefill.graphs == 2  # 40, and 512 of 519
         assert pager.decode.graphs == 1 + 1 + 3 * 20  # the first token, the other 7 of 519, and the steps
         assert (pager.slots_used, pager.slots_total) == (sum(expert.resident for expert in experts), model.plan.n_slots)
-        if len({expert.n_bytes for expert in experts}) == 1:
-            assert pager.decode.bytes_link == pager.decode.misses * experts[0].n_bytes  # decode moves what it misses, whole
         states = model.experts.states()
         assert [state for layer in model.facts.expert_layers for state in states[layer.block, layer.family]] == [e.state for e in experts]
 
 
 def test_lookups_of_decode_are_the_routers_choices(model: Model) -> None:
     run(model, 1, 19)
-    assert counters(model).decode.lookups == 20 * 3 * 2  # tokens, layers, top-2
+    decode = counters(model).decode
+    assert decode.lookups == 20 * 3 * 2  # tokens, layers, top-2
+    assert decode.bytes_link == decode.misses * model.experts[0, 0].n_bytes  # what is missed moves, whole, once
+    assert (decode.streamed, decode.bytes_device) == (0, 0)
+    assert decode.evictions == decode.misses - 6  # all but those that found a free slot
     assert counters(model).prefill == Counts()
 
 

@@ -30,8 +30,9 @@ def _declarations(header: Path) -> str:
 def _open(folder: Path) -> tuple[cffi.FFI, Any]:
     """Load the shim from `folder` and check that it belongs to the loaded llama.cpp."""
     library, header = folder / "libtsg.so", folder / "tsg.h"
-    if not library.exists() or not header.exists():
-        raise AbiMismatchError(f"the native library {library.name} is missing from {folder}; {_REPAIR}")
+    for path in (library, header):
+        if not path.exists():
+            raise AbiMismatchError(f"{path.name} is missing from {folder}: the native library is not installed; {_REPAIR}")
     ffi = cffi.FFI()
     ffi.cdef(_declarations(header))
     _llama.start()
@@ -79,6 +80,10 @@ class Device:
     memory_free: int
     memory_total: int
     is_cpu: bool
+
+    def link_rate(self, size: int = 256 << 20, repeats: int = 8) -> float:
+        """Measured host-to-device bandwidth, bytes per second; 0.0 if there is no memory to measure with."""
+        return float(_lib.tsg_device_link_rate(_ffi.cast("void *", self.handle), size, repeats))
 
     def multiplies(self, type_id: int, ne0: int, ne1: int, n_expert: int, n_used: int) -> bool:
         """Whether the device has a MUL_MAT_ID kernel for expert weights of this type and shape."""

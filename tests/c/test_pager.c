@@ -18,6 +18,11 @@ static bool failed(enum tsg_status got, enum tsg_status want, const char * messa
     return true;
 }
 
+// Some tests ask for more memory than there is.
+const char * __asan_default_options(void) {
+    return "allocator_may_return_null=1";
+}
+
 static struct tsg_pager * new_pager(void) {
     struct tsg_pager * pager;
     CHECK(tsg_pager_new(ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0), TSG_POLICY_LFRU, &pager) == TSG_OK);
@@ -84,7 +89,7 @@ static void weights_that_cannot_be(void) {
     for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
         // behind a good one with tables, which must not leak
         const struct tsg_part good = { .weight = "g", .bias = "b", .bias_data = zeros, .scale = "s", .scale_data = zeros, .ne0 = 32, .ne1 = 8 };
-        CHECK(failed(tsg_pager_add_layer(pager, pool, 8, 2, (struct tsg_part[]) { good, bad[i] }, 2, &layer), TSG_E_ARGUMENT, "cannot be paged"));
+        CHECK(failed(tsg_pager_add_layer(pager, pool, 8, 2, (struct tsg_part[]) { good, bad[i] }, 2, &layer), TSG_E_ARGUMENT, "can be paged"));
     }
     CHECK(layer == -1 && failed(tsg_pager_commit(pager), TSG_E_ARGUMENT, "0 experts"));
     tsg_pager_free(pager);
@@ -137,6 +142,19 @@ static void a_pool_holds_what_one_token_needs(void) {
     CHECK(tsg_pager_add_layer(pager, bad, 8, 4, &part_up, 1, &layer) == TSG_OK);
     CHECK(failed(tsg_pager_commit(pager), TSG_E_ARGUMENT, "3 slots"));
     CHECK(failed(tsg_pager_commit(pager), TSG_E_ARGUMENT, "3 slots"));  // and nothing of the first try is lost
+    tsg_pager_free(pager);
+}
+
+static void more_memory_than_there_is(void) {
+    const struct tsg_part huge  = { .weight = "w", .type = GGML_TYPE_F32, .ne0 = 1 << 16, .ne1 = 1 << 16 };  // 64 TiB
+    struct tsg_pager *    pager = new_pager();
+    int32_t               pool[2], layer;
+    CHECK(tsg_pager_add_pool(pager, 4, &pool[0]) == TSG_OK && tsg_pager_add_pool(pager, TSG_MAX_EXPERTS, &pool[1]) == TSG_OK);
+    CHECK(tsg_pager_add_layer(pager, pool[0], 8, 2, &part_up, 1, &layer) == TSG_OK);
+    CHECK(tsg_pager_add_layer(pager, pool[1], TSG_MAX_EXPERTS, 2, &huge, 1, &layer) == TSG_OK);
+    CHECK(failed(tsg_pager_commit(pager), TSG_E_MEMORY, "CPU has no room for a pool of 4096 experts of 16384.0 MiB"));
+    CHECK(failed(tsg_pager_commit(pager), TSG_E_MEMORY, "no room"));
+    CHECK(!ggml_backend_buft_alloc_buffer(tsg_pager_buffer_type(pager), (size_t) 1 << 46) && strstr(tsg_last_error(), "67108864 MiB of host memory"));
     tsg_pager_free(pager);
 }
 
@@ -474,6 +492,7 @@ int main(int argc, char ** argv) {
         TEST(every_number_of_a_type),
         TEST(a_pool_has_one_layout),
         TEST(a_pool_holds_what_one_token_needs),
+        TEST(more_memory_than_there_is),
         TEST(a_pager_is_committed_once),
         TEST(a_policy_that_does_not_exist),
         TEST(tensors_that_were_not_planned),

@@ -1,0 +1,34 @@
+"""The command line as a process of its own, with the package that the tests test, wherever it runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import tinyserve_gguf
+
+PACKAGE = Path(tinyserve_gguf.__file__).parent.parent
+
+
+def environment(package: Path = PACKAGE, **changes: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH", "")))), **changes}
+
+
+def cli(*arguments: str | Path, stdin: str | bytes = "", cwd: Path, package: Path = PACKAGE) -> subprocess.CompletedProcess[str]:
+    """`python -m tinyserve_gguf ARGUMENTS` to its end."""
+    command = [sys.executable, "-m", "tinyserve_gguf", *map(str, arguments)]
+    data = stdin.encode() if isinstance(stdin, str) else stdin
+    done = subprocess.run(command, input=data, capture_output=True, cwd=cwd, env=environment(package), timeout=300, check=False)
+    return subprocess.CompletedProcess(command, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line on stderr of a refused call, without "error: "."""
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: "), done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.endswith("\n")
+    return done.stderr.removeprefix("error: ").rstrip("\n")
