@@ -54,7 +54,7 @@ static enum ggml_status tsg_buffer_init_tensor(ggml_backend_buffer_t buffer, str
                 tsg_fail(TSG_E_ARGUMENT, "%s has another type or shape than was planned", tensor->name);
                 return GGML_STATUS_FAILED;
             }
-            w->tensor     = tensor;
+            w->host       = tensor->data;
             tensor->extra = w;
             return GGML_STATUS_SUCCESS;
         }

@@ -7,35 +7,15 @@
 //             only this order gives the last bits that llama.cpp gives
 //   resident  the pool holds everything: a view of it, ids untouched and never read, the graph not even cut
 // Copies and kernels share one stream, so no kernel reads a slot that a later copy overwrites. A second context of the same model waits its turn.
-#include "graph.h"
+//
+// On CUDA it serves what resident.c and stream.c do not: a first prompt, which fills the pool, odd graphs, Python policies; and it is their oracle.
+#include "engine.h"
 
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #define CPU_SLOT_TOKENS 32  // ggml-cpu reserves a row map of n_slots x tokens
-
-struct tsg_engine {
-    struct tsg_pager *    pager;
-    ggml_backend_t        inner;
-    struct tsg_graph      graph;
-    ggml_backend_buffer_t host;      // page-locked staging for ids
-    int32_t *             ids;       // [n_tokens][n_used] the router's choice
-    int32_t *             slot_rows; // [n_tokens][n_used] the same as slots, source of the async copy
-    size_t                ids_cap;   // elements of each
-    struct ggml_context * ctx;       // slot_ids, repeats
-    ggml_backend_buffer_t buffer;
-    struct ggml_tensor *  slot_ids;  // [n_used, n_tokens] on the device
-    struct ggml_tensor *  repeats[TSG_MAX_PARTS];  // scratch for scales, [n_slots x tokens]; NULL if no pool has scales
-
-    // one step
-    int32_t         n_distinct;
-    int32_t         distinct[TSG_MAX_EXPERTS];  // experts wanted, most wanted first
-    int32_t         count[TSG_MAX_EXPERTS];     // tokens that want expert e
-    int32_t         global[TSG_MAX_EXPERTS];    // distinct, as ids of the pool
-    int32_t         slot[TSG_MAX_EXPERTS];      // their slots
-    int32_t         slot_of[TSG_MAX_EXPERTS];   // by expert
-    struct tsg_load loads[TSG_MAX_EXPERTS];
-};
 
 // ---- how many tokens may go through slots ----
 
@@ -69,6 +49,15 @@ static int64_t slot_tokens(const struct tsg_pager * pager, const struct tsg_laye
     return tokens;
 }
 
+int64_t tsg_engine_slot_tokens(const struct tsg_engine * e) {
+    int64_t tokens = CPU_SLOT_TOKENS;
+    for (int i = 0; i < e->graph.n_steps; i++) {
+        const int64_t limit = slot_tokens(e->pager, e->graph.steps[i].layer);
+        tokens              = limit < tokens ? limit : tokens;
+    }
+    return tokens;
+}
+
 // ---- life ----
 
 // Device memory for slot ids and scale scratch, for the largest step that goes through slots.
@@ -97,7 +86,7 @@ struct tsg_engine * tsg_engine_new(struct tsg_pager * pager, ggml_backend_t inne
     if (e) {
         e->pager = pager;
         e->inner = inner;
-        if (!alloc_device(e)) {
+        if (!alloc_device(e) || !tsg_resident_engine_init(e)) {
             tsg_engine_free(e);
             return NULL;
         }
@@ -111,6 +100,7 @@ void tsg_engine_free(struct tsg_engine * e) {
         ggml_backend_synchronize(e->inner);
         e->pager->active = NULL;
     }
+    tsg_resident_engine_free(e);
     mtx_unlock(&e->pager->lock);
     tsg_graph_free(&e->graph);
     ggml_backend_buffer_free(e->buffer);
@@ -145,13 +135,13 @@ static bool reserve_ids(struct tsg_engine * e, size_t n) {
     return true;
 }
 
-static int by_count(const void * a, const void * b) {
-    const int32_t * x = a;
-    const int32_t * y = b;
-    return x[1] != y[1] ? (x[1] < y[1] ? 1 : -1) : (x[0] > y[0]) - (x[0] < y[0]);
+static void name_globally(struct tsg_engine * e, const struct tsg_step * step) {
+    for (int32_t i = 0; i < e->n_distinct; i++) {
+        e->global[i] = step->layer->first + e->distinct[i];
+    }
 }
 
-// Reads the ids of a step and lists the distinct experts, the most wanted first.
+// Reads the ids of a step and lists the distinct experts in ascending order, as resident.cu does.
 static bool read_ids(struct tsg_engine * e, const struct tsg_step * step) {
     const struct ggml_tensor * ids = step->ids;
     const int64_t n_used = ids->ne[0], n_tokens = ids->ne[1];
@@ -172,33 +162,35 @@ static bool read_ids(struct tsg_engine * e, const struct tsg_step * step) {
         }
         e->count[e->ids[i]]++;
     }
-    int32_t pairs[TSG_MAX_EXPERTS][2];
     e->n_distinct = 0;
     for (int32_t x = 0; x < n_expert; x++) {
         if (e->count[x]) {
-            pairs[e->n_distinct][0]   = x;
-            pairs[e->n_distinct++][1] = e->count[x];
+            e->distinct[e->n_distinct++] = x;
         }
     }
-    qsort(pairs, (size_t) e->n_distinct, sizeof(pairs[0]), by_count);
-    for (int32_t i = 0; i < e->n_distinct; i++) {
-        e->distinct[i] = pairs[i][0];
-        e->global[i]   = step->layer->first + pairs[i][0];
-    }
+    name_globally(e, step);
     return true;
 }
 
 // ---- one step ----
 
-static struct tsg_pool * pool_of(struct tsg_engine * e, const struct tsg_step * step) {
+struct tsg_pool * tsg_engine_pool(struct tsg_engine * e, const struct tsg_step * step) {
     return &e->pager->pools[step->layer->pool];
 }
 
 static void load_misses(struct tsg_engine * e, const struct tsg_step * step, int32_t n_loads, struct tsg_counts * counts) {
     for (int32_t i = 0; i < n_loads; i++) {
-        tsg_pool_load_slot(pool_of(e, step), e->inner, step->layer, e->loads[i].expert - step->layer->first, e->loads[i].slot);
+        tsg_pool_load_slot(tsg_engine_pool(e, step), e->inner, step->layer, e->loads[i].expert - step->layer->first, e->loads[i].slot);
     }
     counts->bytes_link += (uint64_t) n_loads * tsg_layer_expert_bytes(step->layer);
+}
+
+void tsg_engine_shape_ids(struct tsg_engine * e, const struct tsg_step * step) {
+    struct ggml_tensor * t = e->slot_ids;
+    t->ne[0] = step->ids->ne[0];
+    t->ne[1] = step->ids->ne[1];
+    t->nb[1] = (size_t) t->ne[0] * sizeof(int32_t);
+    t->nb[2] = t->nb[3] = (size_t) (t->ne[0] * t->ne[1]) * sizeof(int32_t);
 }
 
 static bool run_in_slots(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step) {
@@ -209,21 +201,17 @@ static bool run_in_slots(struct tsg_engine * e, struct ggml_cgraph * graph, cons
     for (int64_t i = 0; i < n_used * n_tokens; i++) {
         e->slot_rows[i] = e->slot_of[e->ids[i]];
     }
-    struct ggml_tensor * t = e->slot_ids;
-    t->ne[0] = n_used;
-    t->ne[1] = n_tokens;
-    t->nb[1] = (size_t) n_used * sizeof(int32_t);
-    t->nb[2] = t->nb[3] = (size_t) (n_used * n_tokens) * sizeof(int32_t);
-    ggml_backend_tensor_set_async(e->inner, t, e->slot_rows, 0, t->nb[2]);
-    return tsg_graph_use_slots(&e->graph, graph, step, pool_of(e, step), t, e->repeats);
+    tsg_engine_shape_ids(e, step);
+    ggml_backend_tensor_set_async(e->inner, e->slot_ids, e->slot_rows, 0, e->slot_ids->nb[2]);
+    return tsg_graph_use_slots(&e->graph, graph, step, tsg_engine_pool(e, step), e->slot_ids, e->repeats);
 }
 
 static bool run_in_stage(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, struct tsg_counts * counts) {
-    struct tsg_pool * pool  = pool_of(e, step);
+    struct tsg_pool * pool  = tsg_engine_pool(e, step);
     size_t            bytes = 0;
     for (int32_t p = 0; p < pool->n_parts; p++) {
         bytes += step->layer->weight[p].bytes;
-        pool->stage[p]->ne[2] = step->layer->n_expert;
+        pool->stage[0][p]->ne[2] = step->layer->n_expert;
     }
     for (int32_t i = 0; i < e->n_distinct; i++) {
         if (e->slot[i] >= 0) {
@@ -235,7 +223,26 @@ static bool run_in_stage(struct tsg_engine * e, struct ggml_cgraph * graph, cons
         }
     }
     counts->streamed++;
-    return tsg_graph_use_experts(&e->graph, graph, step, pool->stage);
+    return tsg_graph_use_experts(&e->graph, graph, step, pool->stage[0]);
+}
+
+static int ascending(const void * a, const void * b) {
+    const int32_t x = *(const int32_t *) a, y = *(const int32_t *) b;
+    return (x > y) - (x < y);
+}
+
+// For a long prompt that may leave some experts in free slots: those that most of its tokens want.
+static void most_wanted_first(struct tsg_engine * e, const struct tsg_step * step) {
+    int32_t * rank = e->global;  // expert and its count in one number that qsort can order
+    for (int32_t i = 0; i < e->n_distinct; i++) {
+        const int32_t count = e->count[e->distinct[i]];
+        rank[i]             = e->distinct[i] - TSG_MAX_EXPERTS * (count < (1 << 18) ? count : 1 << 18);
+    }
+    qsort(rank, (size_t) e->n_distinct, sizeof(int32_t), ascending);
+    for (int32_t i = 0; i < e->n_distinct; i++) {
+        e->distinct[i] = ((rank[i] % TSG_MAX_EXPERTS) + TSG_MAX_EXPERTS) % TSG_MAX_EXPERTS;
+    }
+    name_globally(e, step);
 }
 
 // How many more of this layer's experts a long prompt may leave in free slots: an equal share for each layer, so that the first do not take them all.
@@ -249,7 +256,7 @@ static int32_t fair_share(const struct tsg_engine * e, const struct tsg_step * s
 }
 
 static bool run_step(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, enum tsg_phase phase) {
-    struct tsg_pool *   pool   = pool_of(e, step);
+    struct tsg_pool *   pool   = tsg_engine_pool(e, step);
     struct tsg_counts * counts = &e->pager->counts[phase];
     if (!read_ids(e, step)) {
         return false;
@@ -264,6 +271,7 @@ static bool run_step(struct tsg_engine * e, struct ggml_cgraph * graph, const st
         load_misses(e, step, n_loads, counts);
         return fits_slots ? run_in_slots(e, graph, step) : run_in_stage(e, graph, step, counts);
     }
+    most_wanted_first(e, step);
     n_loads = tsg_slots_acquire(&pool->slots, e->global, e->n_distinct, phase, TSG_ADMIT_FREE, fair_share(e, step), e->slot, e->loads, counts);
     if (n_loads < 0) {
         tsg_fail(TSG_E_MEMORY, "no memory for the bookkeeping of a layer");
@@ -275,7 +283,7 @@ static bool run_step(struct tsg_engine * e, struct ggml_cgraph * graph, const st
 
 // ---- a graph ----
 
-static enum ggml_status compute_range(struct tsg_engine * e, struct ggml_cgraph * graph, int from, int to) {
+enum ggml_status tsg_engine_compute_range(struct tsg_engine * e, struct ggml_cgraph * graph, int from, int to) {
     if (from == to) {
         return GGML_STATUS_SUCCESS;
     }
@@ -286,36 +294,43 @@ static enum ggml_status compute_range(struct tsg_engine * e, struct ggml_cgraph 
     return ggml_backend_graph_compute_async(e->inner, &view);
 }
 
-static enum ggml_status compute_steps(struct tsg_engine * e, struct ggml_cgraph * graph) {
-    int64_t n_tokens = 0;
-    for (int i = 0; i < e->graph.n_steps; i++) {  // the last layer may see fewer: only tokens whose logits are wanted
-        n_tokens = e->graph.steps[i].ids->ne[1] > n_tokens ? e->graph.steps[i].ids->ne[1] : n_tokens;
+enum ggml_status tsg_engine_compute_plain(struct tsg_engine * e, struct ggml_cgraph * graph, int from, int to) {
+    if (from == to) {
+        return GGML_STATUS_SUCCESS;
     }
-    const enum tsg_phase phase  = n_tokens <= TSG_DECODE_TOKENS ? TSG_DECODE : TSG_PREFILL;
-    struct tsg_counts *  counts = &e->pager->counts[phase];
-    counts->graphs++;
+    struct ggml_cgraph   view  = ggml_graph_view(graph, from, to);
+    struct ggml_tensor * first = view.nodes[0];
+    e->flip++;
+    memcpy(first->padding, &e->flip, sizeof(first->padding));
+    return ggml_backend_graph_compute_async(e->inner, &view);
+}
 
+// A pool that holds everything: the layer's own part of it, ids untouched.
+bool tsg_engine_use_resident(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, struct tsg_counts * counts) {
+    struct ggml_tensor * weights[TSG_MAX_PARTS];
+    for (int32_t p = 0; p < TSG_MAX_PARTS; p++) {
+        weights[p] = &step->layer->resident[p];
+    }
+    const uint64_t rows = (uint64_t) ggml_nelements(step->ids);
+    counts->lookups += rows;
+    counts->hits    += rows;
+    return tsg_graph_use_experts(&e->graph, graph, step, weights);
+}
+
+static enum ggml_status host_driven(struct tsg_engine * e, struct ggml_cgraph * graph, enum tsg_phase phase) {
     int done = 0;
     for (int i = 0; i < e->graph.n_steps; i++) {
         const struct tsg_step * step = &e->graph.steps[i];
-        struct tsg_pool *       pool = pool_of(e, step);
-        const uint64_t          rows = (uint64_t) ggml_nelements(step->ids);
-        if (pool->resident) {
-            struct ggml_tensor * weights[TSG_MAX_PARTS];
-            for (int32_t p = 0; p < TSG_MAX_PARTS; p++) {
-                weights[p] = &step->layer->resident[p];
-            }
-            counts->lookups += rows;
-            counts->hits    += rows;
-            if (!tsg_graph_use_experts(&e->graph, graph, step, weights)) {
+        if (tsg_engine_pool(e, step)->resident) {
+            if (!tsg_engine_use_resident(e, graph, step, &e->pager->counts[phase])) {
                 return GGML_STATUS_ALLOC_FAILED;
             }
             continue;
         }
-        if (rows == 0) {
+        if (ggml_nelements(step->ids) == 0) {
             continue;  // no token asks for logits: the nodes are empty, no backend looks at their weights
         }
-        const enum ggml_status status = compute_range(e, graph, done, step->first);
+        const enum ggml_status status = tsg_engine_compute_range(e, graph, done, step->first);
         done                          = step->first;
         if (status != GGML_STATUS_SUCCESS) {
             return status;
@@ -324,24 +339,62 @@ static enum ggml_status compute_steps(struct tsg_engine * e, struct ggml_cgraph 
             return GGML_STATUS_FAILED;
         }
     }
-    return compute_range(e, graph, done, graph->n_nodes);
+    return tsg_engine_compute_range(e, graph, done, graph->n_nodes);
+}
+
+static bool all_resident(struct tsg_engine * e) {
+    for (int i = 0; i < e->graph.n_steps; i++) {
+        if (!tsg_engine_pool(e, &e->graph.steps[i])->resident) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// Chooses the way of a graph that has expert layers.
+static enum ggml_status compute_steps(struct tsg_engine * e, struct ggml_cgraph * graph) {
+    struct tsg_pager * pager    = e->pager;
+    int64_t            n_tokens = 0;
+    for (int i = 0; i < e->graph.n_steps; i++) {  // the last layer may see fewer: only tokens whose logits are wanted
+        n_tokens = e->graph.steps[i].ids->ne[1] > n_tokens ? e->graph.steps[i].ids->ne[1] : n_tokens;
+    }
+    const enum tsg_phase phase = n_tokens <= TSG_DECODE_TOKENS ? TSG_DECODE : TSG_PREFILL;
+    pager->counts[phase].graphs++;
+    if (all_resident(e)) {
+        return host_driven(e, graph, phase);
+    }
+    if (tsg_resident_can(e, n_tokens)) {
+        return tsg_resident_decode(e, graph);
+    }
+    tsg_resident_to_host(pager);
+    if (phase == TSG_PREFILL && tsg_stream_can(e)) {
+        return tsg_stream_prefill(e, graph, &pager->counts[phase]);
+    }
+    return host_driven(e, graph, phase);
+}
+
+static uint64_t nanoseconds(void) {
+    struct timespec t;
+    timespec_get(&t, TIME_UTC);
+    return (uint64_t) t.tv_sec * 1000000000u + (uint64_t) t.tv_nsec;
 }
 
 enum ggml_status tsg_engine_compute(struct tsg_engine * e, struct ggml_cgraph * graph) {
-    struct tsg_pager * pager = e->pager;
+    struct tsg_pager * pager  = e->pager;
+    enum ggml_status   status = GGML_STATUS_FAILED;
     mtx_lock(&pager->lock);
-    enum ggml_status status = GGML_STATUS_FAILED;
-    if (tsg_graph_scan(&e->graph, pager, graph)) {
-        if (e->graph.n_steps == 0) {
-            status = ggml_backend_graph_compute_async(e->inner, graph);
-        } else {
-            if (pager->active != e) {
-                tsg_engine_wait(pager);
-                pager->active = e;
-            }
-            status = compute_steps(e, graph);
-            tsg_graph_restore(&e->graph);
-        }
+    const uint64_t start = nanoseconds();
+    e->n_graphs++;
+    if (pager->active != e) {
+        tsg_engine_wait(pager);
+        pager->active = e;
+    }
+    if (tsg_resident_replay(e, graph)) {
+        status = GGML_STATUS_SUCCESS;
+        pager->notes.host_ns += nanoseconds() - start;
+    } else if (tsg_graph_scan(&e->graph, pager, graph)) {
+        status = e->graph.n_steps == 0 ? ggml_backend_graph_compute_async(e->inner, graph) : compute_steps(e, graph);
+        tsg_graph_restore(&e->graph);
     }
     mtx_unlock(&pager->lock);
     return status;

@@ -8,10 +8,13 @@
 void tsg_pager_stats(struct tsg_pager * pager, struct tsg_stats * out) {
     mtx_lock(&pager->lock);
     *out = (struct tsg_stats) {
-        .phase        = { pager->counts[0], pager->counts[1] },
-        .host_pinned  = !pager->host_pageable,
-        .all_resident = pager->n_pools > 0,
+        .phase         = { pager->counts[0], pager->counts[1] },
+        .host_pinned   = !pager->host_pageable,
+        .all_resident  = pager->n_pools > 0,
+        .notes         = pager->notes,
+        .device_engine = pager->resident != NULL,
     };
+    tsg_resident_add_counts(pager, &out->phase[TSG_DECODE]);
     for (int32_t i = 0; i < pager->n_layers; i++) {
         for (int32_t p = 0; p < pager->layers[i]->n_parts; p++) {
             out->host_bytes   += pager->layers[i]->weight[p].arrived;
@@ -31,7 +34,10 @@ void tsg_pager_stats(struct tsg_pager * pager, struct tsg_stats * out) {
 
 void tsg_pager_reset_stats(struct tsg_pager * pager) {
     mtx_lock(&pager->lock);
+    tsg_resident_to_host(pager);
+    tsg_resident_reset_counts(pager);
     memset(pager->counts, 0, sizeof(pager->counts));
+    pager->notes = (struct tsg_notes) { 0 };
     for (int32_t i = 0; i < pager->n_pools; i++) {
         struct tsg_slots * slots = &pager->pools[i].slots;
         memset(slots->hits, 0, sizeof(uint64_t) * (size_t) slots->n_experts);
@@ -45,6 +51,7 @@ enum tsg_status tsg_pager_set_policy(struct tsg_pager * pager, enum tsg_policy p
         return tsg_fail(TSG_E_ARGUMENT, "there is no policy %d", (int) policy);
     }
     mtx_lock(&pager->lock);
+    tsg_resident_to_host(pager);
     pager->policy = policy;
     for (int32_t i = 0; i < pager->n_pools; i++) {
         tsg_slots_set_policy(&pager->pools[i].slots, policy);
@@ -56,12 +63,16 @@ enum tsg_status tsg_pager_set_policy(struct tsg_pager * pager, enum tsg_policy p
 enum tsg_status tsg_pager_check_integrity(struct tsg_pager * pager) {
     const char * wrong = NULL;
     mtx_lock(&pager->lock);
+    tsg_resident_to_host(pager);
     for (int32_t i = 0; i < pager->n_pools && !wrong; i++) {
         wrong = tsg_slots_check(&pager->pools[i].slots);
     }
     for (int phase = 0; phase < 2 && !wrong; phase++) {
-        const struct tsg_counts * c = &pager->counts[phase];
-        wrong = c->hits + c->misses != c->lookups ? "hits and misses do not add up to lookups" : NULL;
+        struct tsg_counts c = pager->counts[phase];
+        if (phase == TSG_DECODE) {
+            tsg_resident_add_counts(pager, &c);
+        }
+        wrong = c.hits + c.misses != c.lookups ? "hits and misses do not add up to lookups" : NULL;
     }
     mtx_unlock(&pager->lock);
     return wrong ? tsg_fail(TSG_E_STATE, "%s", wrong) : TSG_OK;
@@ -95,6 +106,7 @@ enum tsg_status tsg_expert_get(struct tsg_pager * pager, int32_t layer, int32_t 
         return TSG_E_ARGUMENT;
     }
     mtx_lock(&pager->lock);
+    tsg_resident_to_host(pager);
     *out = describe(&pager->pools[l->pool].slots, l->first + expert);
     mtx_unlock(&pager->lock);
     return TSG_OK;
@@ -106,6 +118,7 @@ enum tsg_status tsg_expert_get_layer(struct tsg_pager * pager, int32_t layer, st
         return TSG_E_ARGUMENT;
     }
     mtx_lock(&pager->lock);
+    tsg_resident_to_host(pager);
     for (int32_t e = 0; e < l->n_expert; e++) {
         out[e] = describe(&pager->pools[l->pool].slots, l->first + e);
     }
@@ -119,10 +132,10 @@ enum tsg_status tsg_expert_host(struct tsg_pager * pager, int32_t layer, int32_t
         return TSG_E_ARGUMENT;
     }
     const struct tsg_weight * w = &l->weight[part];
-    if (!w->tensor) {
+    if (!w->host) {
         return tsg_fail(TSG_E_STATE, "%s is not loaded", w->name);
     }
-    *data = (const char *) w->tensor->data + (size_t) expert * w->bytes;
+    *data = w->host + (size_t) expert * w->bytes;
     *size = w->bytes;
     return TSG_OK;
 }
@@ -135,6 +148,7 @@ enum tsg_status tsg_expert_read_slot(struct tsg_pager * pager, int32_t layer, in
     }
     enum tsg_status status = TSG_OK;
     mtx_lock(&pager->lock);
+    tsg_resident_to_host(pager);
     struct tsg_pool * pool = &pager->pools[l->pool];
     const int32_t     slot = pool->slots.slot_of[l->first + expert];
     if (slot < 0) {
@@ -171,6 +185,7 @@ enum tsg_status tsg_expert_pin(struct tsg_pager * pager, int32_t layer, int32_t 
     struct tsg_pool * pool   = &pager->pools[l->pool];
     enum tsg_status   status = TSG_OK;
     mtx_lock(&pager->lock);
+    tsg_resident_to_host(pager);
     if (!pin) {
         tsg_slots_unpin(&pool->slots, l->first + expert);
     } else {
@@ -190,6 +205,7 @@ enum tsg_status tsg_expert_prefetch(struct tsg_pager * pager, int32_t layer, int
         return TSG_E_ARGUMENT;
     }
     mtx_lock(&pager->lock);
+    tsg_resident_to_host(pager);
     const enum tsg_status status = make_resident(pager, l, expert);
     mtx_unlock(&pager->lock);
     return status;
@@ -203,6 +219,7 @@ enum tsg_status tsg_expert_evict(struct tsg_pager * pager, int32_t layer, int32_
     struct tsg_pool * pool   = &pager->pools[l->pool];
     enum tsg_status   status = TSG_OK;
     mtx_lock(&pager->lock);
+    tsg_resident_to_host(pager);
     if (pool->resident) {
         status = tsg_fail(TSG_E_STATE, "this pool holds all its experts, none can leave");
     } else if (!tsg_slots_evict(&pool->slots, l->first + expert)) {

@@ -89,6 +89,11 @@ struct ggml_backend {
     void *                context;
 };
 
+struct ggml_backend_event {
+    struct ggml_backend_device * device;
+    void *                       context;  // of a CUDA event: the cudaEvent_t
+};
+
 // ---- devices and registries ----
 
 struct ggml_backend_device_i {

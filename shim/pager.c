@@ -22,6 +22,7 @@ void tsg_pager_unref(struct tsg_pager * pager) {
     if (atomic_fetch_sub(&pager->refs, 1) > 1) {
         return;
     }
+    tsg_resident_free(pager);
     for (int32_t i = 0; i < pager->n_pools; i++) {
         tsg_pool_free(&pager->pools[i]);
     }
@@ -35,7 +36,7 @@ void tsg_pager_unref(struct tsg_pager * pager) {
     free(pager);
 }
 
-enum tsg_status tsg_pager_new(void * inner_device, enum tsg_policy policy, struct tsg_pager ** out) {
+enum tsg_status tsg_pager_new(void * inner_device, enum tsg_policy policy, enum tsg_engine_kind engine, struct tsg_pager ** out) {
     struct tsg_pager * pager = calloc(1, sizeof(struct tsg_pager));
     if (!pager) {
         return tsg_fail(TSG_E_MEMORY, "no memory for a pager");
@@ -43,6 +44,7 @@ enum tsg_status tsg_pager_new(void * inner_device, enum tsg_policy policy, struc
     pager->inner        = inner_device;
     pager->inner_is_cpu = ggml_backend_dev_type(inner_device) == GGML_BACKEND_DEVICE_TYPE_CPU;
     pager->policy       = policy;
+    pager->engine       = engine;
     atomic_init(&pager->refs, 1);
     mtx_init(&pager->lock, mtx_plain);
     tsg_buffer_type_init(pager);
@@ -63,19 +65,22 @@ void * tsg_pager_buffer_type(struct tsg_pager * pager) {
     return &pager->buft;
 }
 
-enum tsg_status tsg_pager_add_pool(struct tsg_pager * pager, int64_t n_slots, int32_t * pool) {
+enum tsg_status tsg_pager_add_pool(struct tsg_pager * pager, int64_t n_slots, int32_t n_stages, int32_t * pool) {
     if (pager->committed) {
         return tsg_fail(TSG_E_STATE, "pools are added before commit");
     }
     if (n_slots < 1 || n_slots > INT32_MAX - 1) {
         return tsg_fail(TSG_E_ARGUMENT, "a pool has between 1 and 2^31 - 2 slots, not %lld", (long long) n_slots);
     }
+    if (n_stages < 1 || n_stages > TSG_MAX_STAGES) {
+        return tsg_fail(TSG_E_ARGUMENT, "a pool has 1 to %d prefill stages, not %d", TSG_MAX_STAGES, n_stages);
+    }
     struct tsg_pool * pools = realloc(pager->pools, sizeof(struct tsg_pool) * (size_t) (pager->n_pools + 1));
     if (!pools) {
         return tsg_fail(TSG_E_MEMORY, "no memory for a pool");
     }
     pager->pools                 = pools;
-    pager->pools[pager->n_pools] = (struct tsg_pool) { .n_slots = (int32_t) n_slots };
+    pager->pools[pager->n_pools] = (struct tsg_pool) { .n_slots = (int32_t) n_slots, .n_stages = n_stages };
     *pool                        = pager->n_pools++;
     return TSG_OK;
 }
@@ -161,7 +166,7 @@ enum tsg_status tsg_pager_add_layer(struct tsg_pager * pager, int32_t pool, int3
         free(layer);
         return tsg_fail(TSG_E_MEMORY, "no memory for a layer");
     }
-    *layer = (struct tsg_layer) { .pool = pool, .n_expert = n_expert, .n_used = n_used };
+    *layer = (struct tsg_layer) { .index = pager->n_layers, .pool = pool, .n_expert = n_expert, .n_used = n_used };
     enum tsg_status status = TSG_OK;
     for (int32_t p = 0; p < n_parts && status == TSG_OK; p++) {
         status = add_weight(layer, &parts[p]);
@@ -222,6 +227,7 @@ static enum tsg_status commit_pool(struct tsg_pager * pager, struct tsg_pool * p
     }
     pool->n_slots  = pool->n_slots < pool->n_experts ? pool->n_slots : pool->n_experts;
     pool->resident = pool->n_slots == pool->n_experts;
+    pool->n_stages = pool->resident ? 0 : pool->n_stages;
     if (!tsg_slots_init(&pool->slots, pager->policy, pool->n_slots, pool->n_experts, pool->n_layers)) {
         return tsg_fail(TSG_E_MEMORY, "no memory for the bookkeeping of %d experts", pool->n_experts);
     }
@@ -252,6 +258,26 @@ enum tsg_status tsg_pager_commit(struct tsg_pager * pager) {
     return TSG_OK;
 }
 
+// Device-resident where that is possible and was not ruled out.
+static enum tsg_status choose_engine(struct tsg_pager * pager) {
+    bool all_resident = true;
+    for (int32_t i = 0; i < pager->n_pools; i++) {
+        all_resident &= pager->pools[i].resident;
+    }
+    if (pager->engine == TSG_ENGINE_HOST) {
+        snprintf(pager->why, sizeof(pager->why), "host-driven, as asked");
+    } else if (all_resident && pager->engine == TSG_ENGINE_AUTO) {
+        snprintf(pager->why, sizeof(pager->why), "every expert is resident, llama.cpp's graph runs uncut");
+    } else if (tsg_resident_init(pager)) {
+        snprintf(pager->why, sizeof(pager->why), "device-resident, one CUDA graph per token");
+    } else if (pager->engine == TSG_ENGINE_DEVICE) {
+        return TSG_E_STATE;
+    } else {
+        snprintf(pager->why, sizeof(pager->why), "host-driven: %s", tsg_last_error());
+    }
+    return TSG_OK;
+}
+
 enum tsg_status tsg_pager_ready(struct tsg_pager * pager) {
     for (int32_t i = 0; i < pager->n_layers; i++) {
         for (int32_t p = 0; p < pager->layers[i]->n_parts; p++) {
@@ -267,5 +293,19 @@ enum tsg_status tsg_pager_ready(struct tsg_pager * pager) {
             tsg_slots_fill(&pager->pools[i].slots);
         }
     }
+    return choose_engine(pager);
+}
+
+const char * tsg_pager_engine(struct tsg_pager * pager) {
+    return pager->why;
+}
+
+enum tsg_status tsg_pager_set_link(struct tsg_pager * pager, double bytes_per_second) {
+    if (!pager->resident) {
+        return tsg_fail(TSG_E_ARGUMENT, "only the device engine can slow down the link, and this is: %s", pager->why);
+    }
+    mtx_lock(&pager->lock);
+    tsg_resident_throttle(pager, bytes_per_second);
+    mtx_unlock(&pager->lock);
     return TSG_OK;
 }

@@ -6,8 +6,12 @@
 //   buffer.c   the expert buffer type: host memory that llama.cpp's loader fills
 //   device.c   the proxy device that llama.cpp is given
 //   backend.c  its backend: forwards to the inner one, graphs go through the engine
-//   engine.c   cuts a graph at the expert layers, makes routed experts resident, points the nodes at slots
+//   engine.c   the host-driven engine: cuts a graph at the expert layers, makes routed experts resident, points the nodes at slots
 //   graph.c    finds the expert layers in a graph, patches nodes and restores them
+//   resident.c slot maps on a CUDA device; resident.cu the kernel that uses them
+//   replay.c   device-resident decode: the whole graph with that kernel, captured
+//   stream.c   overlapped prefill
+//   cuda.c     the CUDA driver, found at run time
 //   pool.c     device memory of the slots and copies into it
 //   slots.c    which expert lies in which slot; policy.h says which one leaves
 #pragma once
@@ -29,13 +33,14 @@ struct tsg_weight {
     size_t          bytes;    // of one expert
     float *         bias;     // [n_expert][ne1], page-locked
     float *         scale;    // [n_expert], page-locked
-    struct ggml_tensor * tensor;  // the model's tensor; its data is the host pool, [n_expert][bytes]
+    const uint8_t * host;     // [n_expert][bytes] in the host pool, NULL until the loader has placed it
     size_t          arrived;  // bytes that the loader has stored
     int32_t         part;
     struct tsg_layer * layer;
 };
 
 struct tsg_layer {
+    int32_t            index;  // in the pager
     int32_t            pool;
     int32_t            first;  // id in the pool of this layer's expert 0
     int32_t            n_expert;
@@ -59,15 +64,17 @@ struct tsg_pool {
     const struct tsg_weight * layout;    // first layer's weights
     struct ggml_context *   ctx;
     struct ggml_context *   stage_ctx;
+    int32_t                 n_stages;  // 0 if resident; 2 let the next layer be copied while one computes
     ggml_backend_buffer_t   buffer;
     ggml_backend_buffer_t   stage_buffer;
     struct ggml_tensor *    slot[TSG_MAX_PARTS];   // [ne0, ne1, n_slots]
     struct ggml_tensor *    bias[TSG_MAX_PARTS];   // [ne1, n_slots] or NULL
     struct ggml_tensor *    scale[TSG_MAX_PARTS];  // [n_slots] or NULL
-    struct ggml_tensor *    stage[TSG_MAX_PARTS];  // [ne0, ne1, max_expert]: one layer in the model's own order; NULL if resident
+    struct ggml_tensor *    stage[TSG_MAX_STAGES][TSG_MAX_PARTS];  // [ne0, ne1, max_expert]: one layer in the model's own order
 };
 
 struct tsg_engine;
+struct tsg_resident;
 
 struct tsg_pager {
     struct ggml_backend_device      device;
@@ -80,6 +87,10 @@ struct tsg_pager {
     mtx_t                           lock;  // held while a graph is computed and while slots change by hand
     struct tsg_engine *             active;  // whose kernels may still read slots
     bool                            committed;
+    enum tsg_engine_kind            engine;    // what the caller asked for
+    struct tsg_resident *           resident;  // slot maps and kernels on a CUDA device, NULL: host-driven
+    struct tsg_notes                notes;
+    char                            why[256];  // why the engine is what it is
 
     struct tsg_layer ** layers;  // [n_layers]
     int32_t             n_layers;
@@ -115,8 +126,16 @@ size_t          tsg_layer_expert_bytes(const struct tsg_layer * layer);  // payl
 void            tsg_pool_view(struct ggml_tensor * view, const struct ggml_tensor * tensor, int64_t first, int64_t n);  // experts [first, first + n)
 // Copies on a backend's stream; with backend NULL they are complete on return.
 void tsg_pool_load_slot(struct tsg_pool * pool, ggml_backend_t backend, const struct tsg_layer * layer, int32_t expert, int32_t slot);
-void tsg_pool_load_stage(struct tsg_pool * pool, ggml_backend_t backend, const struct tsg_layer * layer, int32_t expert);
-void tsg_pool_slot_to_stage(struct tsg_pool * pool, ggml_backend_t backend, int32_t slot, int32_t expert);
+void tsg_pool_load_stage(struct tsg_pool * pool, ggml_backend_t backend, const struct tsg_layer * layer, int32_t expert);  // stage 0
+void tsg_pool_slot_to_stage(struct tsg_pool * pool, ggml_backend_t backend, int32_t slot, int32_t expert);                // stage 0
+
+// resident.c
+bool tsg_resident_init(struct tsg_pager * pager);  // false, and why in tsg_last_error(): stay host-driven
+void tsg_resident_free(struct tsg_pager * pager);
+void tsg_resident_to_host(struct tsg_pager * pager);  // brings the slot maps home; the pager is locked
+void tsg_resident_add_counts(const struct tsg_pager * pager, struct tsg_counts * counts);
+void tsg_resident_reset_counts(struct tsg_pager * pager);
+void tsg_resident_throttle(struct tsg_pager * pager, double bytes_per_second);
 
 // engine.c
 struct tsg_engine * tsg_engine_new(struct tsg_pager * pager, ggml_backend_t inner);

@@ -6,6 +6,12 @@
 
 #include "tsg.h"
 
+#ifdef __CUDACC__
+#define TSG_INLINE static __device__ inline
+#else
+#define TSG_INLINE static inline
+#endif
+
 #define TSG_FREQ_ONE        (1u << 16)  // one use, in the 16.16 fixed point of tsg_use.freq
 #define TSG_HALF_LIFE       128         // graphs after which a use counts half. Undecayed LFRU loses to LRU in decode
 #define TSG_PROTECTED_SHARE 80          // per cent of the slots that SLRU protects
@@ -25,7 +31,7 @@ struct tsg_score {
 };
 
 // freq after `age` ticks: halved every half_life, linear between (exact at the ends, at most 6 % high between).
-static inline uint32_t tsg_decay(uint32_t freq, uint64_t age, uint64_t half_life) {
+TSG_INLINE uint32_t tsg_decay(uint32_t freq, uint64_t age, uint64_t half_life) {
     const uint64_t halvings = age / half_life;
     if (halvings >= 32) {
         return 0;
@@ -34,20 +40,20 @@ static inline uint32_t tsg_decay(uint32_t freq, uint64_t age, uint64_t half_life
     return (uint32_t) (f - f * (age % half_life) / (2 * half_life));
 }
 
-static inline uint32_t tsg_use_freq(const struct tsg_use * use, uint64_t now, uint64_t period) {
+TSG_INLINE uint32_t tsg_use_freq(const struct tsg_use * use, uint64_t now, uint64_t period) {
     return tsg_decay(use->freq, now - use->freq_at, TSG_HALF_LIFE * period);
 }
 
 // Counts one decode use.
-static inline void tsg_use_count(struct tsg_use * use, uint64_t now, uint64_t period) {
+TSG_INLINE void tsg_use_count(struct tsg_use * use, uint64_t now, uint64_t period) {
     const uint32_t freq = tsg_use_freq(use, now, period);
     use->freq    = freq > UINT32_MAX - TSG_FREQ_ONE ? UINT32_MAX : freq + TSG_FREQ_ONE;
     use->freq_at = now;
     use->last    = now;
 }
 
-static inline struct tsg_score tsg_policy_score(enum tsg_policy policy, const struct tsg_use * use, uint64_t now, uint64_t period) {
-    struct tsg_score score = { .key = 0, .last = use->last };
+TSG_INLINE struct tsg_score tsg_policy_score(enum tsg_policy policy, const struct tsg_use * use, uint64_t now, uint64_t period) {
+    struct tsg_score score = { 0, use->last };
     switch (policy) {
         case TSG_POLICY_LRU:
             break;
@@ -68,6 +74,6 @@ static inline struct tsg_score tsg_policy_score(enum tsg_policy policy, const st
     return score;
 }
 
-static inline bool tsg_score_less(struct tsg_score a, struct tsg_score b) {
+TSG_INLINE bool tsg_score_less(struct tsg_score a, struct tsg_score b) {
     return a.key != b.key ? a.key < b.key : a.last < b.last;
 }

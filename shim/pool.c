@@ -23,7 +23,7 @@ static struct ggml_context * tensors_only(void) {
     return ggml_init((struct ggml_init_params) { .mem_size = ggml_tensor_overhead() * 4 * TSG_MAX_PARTS, .no_alloc = true });
 }
 
-// The slots and, unless everything is resident, a stage of one layer for prefill. Both with one expert of zeros behind the last, which ne does not
+// The slots and, unless everything is resident, stages of one layer for prefill. Both with one expert of zeros behind the last, which ne does not
 // count.
 enum tsg_status tsg_pool_alloc(struct tsg_pager * pager, struct tsg_pool * pool) {
     pool->ctx       = tensors_only();
@@ -33,7 +33,9 @@ enum tsg_status tsg_pool_alloc(struct tsg_pager * pager, struct tsg_pool * pool)
         pool->slot[p]  = ggml_new_tensor_3d(pool->ctx, w->type, w->ne0, w->ne1, pool->n_slots + 1);
         pool->bias[p]  = w->bias ? ggml_new_tensor_2d(pool->ctx, GGML_TYPE_F32, w->ne1, pool->n_slots + 1) : NULL;
         pool->scale[p] = w->scale ? ggml_new_tensor_1d(pool->ctx, GGML_TYPE_F32, pool->n_slots + 1) : NULL;
-        pool->stage[p] = pool->resident ? NULL : ggml_new_tensor_3d(pool->stage_ctx, w->type, w->ne0, w->ne1, pool->max_expert + 1);
+        for (int32_t i = 0; i < pool->n_stages; i++) {
+            pool->stage[i][p] = ggml_new_tensor_3d(pool->stage_ctx, w->type, w->ne0, w->ne1, pool->max_expert + 1);
+        }
     }
     pool->buffer       = alloc_zeroed(pager, pool->ctx);
     pool->stage_buffer = pool->buffer && !pool->resident ? alloc_zeroed(pager, pool->stage_ctx) : NULL;
@@ -49,8 +51,8 @@ enum tsg_status tsg_pool_alloc(struct tsg_pager * pager, struct tsg_pool * pool)
         if (pool->scale[p]) {
             pool->scale[p]->ne[0]--;
         }
-        if (pool->stage[p]) {
-            pool->stage[p]->ne[2]--;
+        for (int32_t i = 0; i < pool->n_stages; i++) {
+            pool->stage[i][p]->ne[2]--;
         }
     }
     return TSG_OK;
@@ -74,14 +76,10 @@ static void copy_in(ggml_backend_t backend, struct ggml_tensor * tensor, const v
     }
 }
 
-static const uint8_t * expert_data(const struct tsg_weight * w, int32_t expert) {
-    return (const uint8_t *) w->tensor->data + (size_t) expert * w->bytes;
-}
-
 void tsg_pool_load_slot(struct tsg_pool * pool, ggml_backend_t backend, const struct tsg_layer * layer, int32_t expert, int32_t slot) {
     for (int32_t p = 0; p < layer->n_parts; p++) {
         const struct tsg_weight * w = &layer->weight[p];
-        copy_in(backend, pool->slot[p], expert_data(w, expert), w->bytes, slot);
+        copy_in(backend, pool->slot[p], w->host + (size_t) expert * w->bytes, w->bytes, slot);
         if (w->bias) {
             copy_in(backend, pool->bias[p], w->bias + expert * w->ne1, (size_t) w->ne1 * sizeof(float), slot);
         }
@@ -94,7 +92,7 @@ void tsg_pool_load_slot(struct tsg_pool * pool, ggml_backend_t backend, const st
 void tsg_pool_load_stage(struct tsg_pool * pool, ggml_backend_t backend, const struct tsg_layer * layer, int32_t expert) {
     for (int32_t p = 0; p < layer->n_parts; p++) {
         const struct tsg_weight * w = &layer->weight[p];
-        copy_in(backend, pool->stage[p], expert_data(w, expert), w->bytes, expert);
+        copy_in(backend, pool->stage[0][p], w->host + (size_t) expert * w->bytes, w->bytes, expert);
     }
 }
 
@@ -109,7 +107,7 @@ void tsg_pool_slot_to_stage(struct tsg_pool * pool, ggml_backend_t backend, int3
     for (int32_t p = 0; p < pool->n_parts; p++) {
         struct ggml_tensor from, to;
         tsg_pool_view(&from, pool->slot[p], slot, 1);
-        tsg_pool_view(&to, pool->stage[p], expert, 1);
+        tsg_pool_view(&to, pool->stage[0][p], expert, 1);
         ggml_backend_tensor_copy_async(backend, backend, &from, &to);
     }
 }

@@ -168,25 +168,26 @@ int32_t tsg_slots_acquire(struct tsg_slots * slots, const int32_t * experts, int
         return -1;
     }
 
+    // First all loads, then all counts, then all promotions: the order in which resident.cu, where threads run side by side, can do it too.
     int32_t n_loads = 0;
     for (int32_t i = 0; i < n; i++) {
-        const int32_t e = experts[i];
         if (slot[i] >= 0) {
-            slots->hits[e]++;
-        } else {
-            slots->misses[e]++;
-            if (n_loads < n_victims) {
-                slot[i]          = victims[n_loads].slot;
-                loads[n_loads++] = (struct tsg_load) { .expert = e, .slot = slot[i] };
-                load(slots, e, slot[i], counts);
-            }
+            slots->hits[experts[i]]++;
+            continue;
         }
-        if (phase == TSG_DECODE) {  // prefill says nothing about what decode will want
-            const bool was_resident = slot[i] >= 0 && slots->use[e].loaded != slots->clock;
-            tsg_use_count(&slots->use[e], slots->clock, slots->period);
-            if (was_resident && slots->policy == TSG_POLICY_SLRU) {
-                protect(slots, e);
-            }
+        slots->misses[experts[i]]++;
+        if (n_loads < n_victims) {
+            slot[i]          = victims[n_loads].slot;
+            loads[n_loads++] = (struct tsg_load) { .expert = experts[i], .slot = slot[i] };
+            load(slots, experts[i], slot[i], counts);
+        }
+    }
+    for (int32_t i = 0; i < n && phase == TSG_DECODE; i++) {  // prefill says nothing about what decode will want
+        tsg_use_count(&slots->use[experts[i]], slots->clock, slots->period);
+    }
+    for (int32_t i = 0; i < n && phase == TSG_DECODE && slots->policy == TSG_POLICY_SLRU; i++) {
+        if (slot[i] >= 0 && slots->use[experts[i]].loaded != slots->clock) {
+            protect(slots, experts[i]);
         }
     }
     counts->lookups += (uint64_t) n;

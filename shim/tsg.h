@@ -33,10 +33,17 @@ enum tsg_phase {
     TSG_DECODE  = 1,
 };
 
+enum tsg_engine_kind {
+    TSG_ENGINE_AUTO   = 0,  // device-resident where it can be, else host-driven
+    TSG_ENGINE_HOST   = 1,  // the host reads the router's choice once a layer; any device
+    TSG_ENGINE_DEVICE = 2,  // the device does, in one CUDA graph per token; an error where it cannot
+};
+
 enum tsg_limits {
     TSG_DECODE_TOKENS = 8,    // a graph of up to so many tokens counts as decode
     TSG_MAX_PARTS     = 4,    // weights of one expert: gate, up, down, or gate_up and down
     TSG_MAX_EXPERTS   = 4096, // experts of one layer
+    TSG_MAX_STAGES    = 2,    // prefill stages of a pool
 };
 
 // One weight of an expert layer, for all its experts. Names are those of the GGUF.
@@ -64,6 +71,15 @@ struct tsg_counts {
     uint64_t graphs;
 };
 
+// How the engine ran.
+struct tsg_notes {
+    uint64_t captures;        // CUDA graphs made
+    uint64_t replays;         // graphs that were one launch
+    uint64_t capture_failed;  // contexts that fell back to issuing graphs piece by piece
+    uint64_t overlapped;      // prefill graphs whose copies ran beside the computation
+    uint64_t host_ns;         // time in the shim on the calling thread, decode
+};
+
 struct tsg_stats {
     struct tsg_counts phase[2];  // [enum tsg_phase]
     uint64_t host_bytes;         // expert bytes in the host pool
@@ -73,6 +89,8 @@ struct tsg_stats {
     uint64_t stage_bytes;        // device memory of the prefill stages
     int64_t  slots_total;
     int64_t  slots_used;
+    struct tsg_notes notes;
+    bool     device_engine;      // decode is device-resident
     bool     all_resident;       // every pool holds all its experts: nothing ever moves
 };
 
@@ -109,8 +127,8 @@ bool tsg_device_supports(void * device, int32_t type, int64_t ne0, int64_t ne1, 
 
 // Life of a pager: new, add pools and layers, commit (allocates the slots), hand device and buffer type to llama_model_load_from_file, ready
 // (every byte arrived), use, free. Free releases the caller's hold; the last buffer or backend of the model releases the rest.
-enum tsg_status tsg_pager_new(void * inner_device, enum tsg_policy policy, struct tsg_pager ** out);
-enum tsg_status tsg_pager_add_pool(struct tsg_pager * pager, int64_t n_slots, int32_t * pool);
+enum tsg_status tsg_pager_new(void * inner_device, enum tsg_policy policy, enum tsg_engine_kind engine, struct tsg_pager ** out);
+enum tsg_status tsg_pager_add_pool(struct tsg_pager * pager, int64_t n_slots, int32_t n_stages, int32_t * pool);
 enum tsg_status tsg_pager_add_layer(struct tsg_pager * pager, int32_t pool, int32_t n_expert, int32_t n_used,
                                     const struct tsg_part * parts, int32_t n_parts, int32_t * layer);
 enum tsg_status tsg_pager_commit(struct tsg_pager * pager);
@@ -122,6 +140,8 @@ void * tsg_pager_buffer_type(struct tsg_pager * pager);  // ggml_backend_buffer_
 
 void            tsg_pager_stats(struct tsg_pager * pager, struct tsg_stats * out);
 void            tsg_pager_reset_stats(struct tsg_pager * pager);
+const char *    tsg_pager_engine(struct tsg_pager * pager);  // which engine runs and why, for people; valid while the pager is
+enum tsg_status tsg_pager_set_link(struct tsg_pager * pager, double bytes_per_second);  // slows the link down (device engine only); 0 = the real one
 enum tsg_status tsg_pager_set_policy(struct tsg_pager * pager, enum tsg_policy policy);
 enum tsg_status tsg_pager_check_integrity(struct tsg_pager * pager);
 

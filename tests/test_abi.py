@@ -46,10 +46,8 @@ def compile_guard(folder: Path, version: str) -> None:
     """api.c alone, as if built for another ggml: it holds the guard, and nothing else is called before that."""
     compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
     define = f'-DTSG_GGML_VERSION="{version}"'
-    subprocess.run(
-        [compiler, "-std=c11", "-shared", "-fPIC", "-DTSG_BUILD", define, f"-I{LLAMA_CPP.parent / 'include'}", SOURCES / "api.c", "-o", folder / "libtsg.so"],
-        check=True,
-    )
+    flags = ["-std=c11", "-shared", "-fPIC", "-DTSG_BUILD", define, f"-I{LLAMA_CPP.parent / 'include'}"]
+    subprocess.run([compiler, *flags, SOURCES / "api.c", LLAMA_CPP / "lib" / "libggml-base.so", "-o", folder / "libtsg.so"], check=True)
 
 
 def test_what_is_installed_passes(folder: Path) -> None:

@@ -23,12 +23,14 @@ LAYERS = (
     ("experts", "stats"),
     ("session",),
     ("model",),
-    ("chat",),
+    ("chat", "bench_baseline", "bench_measure", "bench_needle"),
+    ("bench_table",),
+    ("bench",),
     ("cli",),
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-CLI_LAYERS = (("interrupt", "lines", "options"), ("repl", "report"), ("chat", "demo", "info"), ("__init__",))
+CLI_LAYERS = (("interrupt", "lines", "options"), ("repl", "report"), ("bench", "chat", "demo", "info"), ("__init__",))
 CLI_RANK = {name: rank for rank, names in enumerate(CLI_LAYERS) for name in names}
 MAX_LINES = 420
 

@@ -331,7 +331,7 @@ class NativeContext:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampler settings, with llama.cpp's meanings and defaults. `temp <= 0` is greedy. `seed=-1` draws one."""
+    """Sampler settings, with llama.cpp's meanings and defaults. `temp <= 0` is greedy. `seed=-1` draws one. `repeat_last_n=-1` is the whole context."""
 
     temp: float = 0.8
     top_k: int = 40
@@ -358,10 +358,11 @@ class Sampling:
 class Sampler:
     """A llama.cpp sampler chain: penalties, top-k, top-p, min-p, temperature, draw."""
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, context: NativeContext) -> None:
         self._chain: Any = C.llama_sampler_chain_init(C.llama_sampler_chain_default_params())
         if sampling.repeat_penalty != 1.0 and sampling.repeat_last_n != 0:
-            self._add(C.llama_sampler_init_penalties(sampling.repeat_last_n, sampling.repeat_penalty, 0.0, 0.0))
+            last_n = context.n_ctx if sampling.repeat_last_n < 0 else sampling.repeat_last_n
+            self._add(C.llama_sampler_init_penalties(context.model.n_vocab, last_n, sampling.repeat_penalty, 0.0, 0.0))
         if sampling.temp <= 0:
             self._add(C.llama_sampler_init_greedy())
             return

@@ -18,6 +18,7 @@ import cffi
 from tinyserve_gguf import _llama
 from tinyserve_gguf.errors import AbiMismatchError, CapacityError, EngineError, OptionError, TinyserveError
 
+ENGINES = ("auto", "host", "device")  # in the order of enum tsg_engine_kind
 POLICIES = ("lfru", "lru", "slru", "lfu", "fifo")  # in the order of enum tsg_policy
 _REPAIR = "run: pip install --force-reinstall --no-cache-dir tinyserve-gguf"
 
@@ -127,6 +128,17 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
+class Notes:
+    """How the engine ran; see struct tsg_notes."""
+
+    captures: int
+    replays: int
+    capture_failed: int
+    overlapped: int
+    host_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class PagerStats:
     """Everything the pager counts; see struct tsg_stats."""
 
@@ -140,6 +152,8 @@ class PagerStats:
     slots_total: int
     slots_used: int
     all_resident: bool
+    device_engine: bool
+    notes: Notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +198,9 @@ class Part:
 class Pager:
     """Expert paging for one model on one device. Call order: add_pool, add_layer, commit, load the model, ready."""
 
-    def __init__(self, device: Device, policy: str) -> None:
+    def __init__(self, device: Device, policy: str, engine: str = "auto") -> None:
         out = _ffi.new("struct tsg_pager **")
-        _check(_lib.tsg_pager_new(_ffi.cast("void *", device.handle), POLICIES.index(policy), out))
+        _check(_lib.tsg_pager_new(_ffi.cast("void *", device.handle), POLICIES.index(policy), ENGINES.index(engine), out))
         self._handle: Any = out[0]
 
     def close(self) -> None:
@@ -202,9 +216,9 @@ class Pager:
             raise OptionError("the model is closed")
         return self._handle
 
-    def add_pool(self, n_slots: int) -> int:
+    def add_pool(self, n_slots: int, n_stages: int = 1) -> int:
         index = _ffi.new("int32_t *")
-        _check(_lib.tsg_pager_add_pool(self._pager, n_slots, index))
+        _check(_lib.tsg_pager_add_pool(self._pager, n_slots, n_stages, index))
         return int(index[0])
 
     def add_layer(self, pool: int, n_expert: int, n_used: int, parts: Sequence[Part]) -> int:
@@ -235,6 +249,15 @@ class Pager:
         """Check that the loader stored every byte of every expert."""
         _check(_lib.tsg_pager_ready(self._pager))
 
+    @property
+    def engine(self) -> str:
+        """Which engine runs, and why. Known after `ready`."""
+        return str(_ffi.string(_lib.tsg_pager_engine(self._pager)).decode())
+
+    def set_link(self, bytes_per_second: float) -> None:
+        """Slow the link down, for what-if runs; 0 is the real one. OptionError unless the device engine runs."""
+        _check(_lib.tsg_pager_set_link(self._pager, bytes_per_second))
+
     def offload(self, pattern: str) -> _llama.Offload:
         """What llama.cpp's loader needs: the proxy device, and the expert buffer type for tensors that match `pattern`."""
         return _llama.Offload(
@@ -257,6 +280,8 @@ class Pager:
             slots_total=out.slots_total,
             slots_used=out.slots_used,
             all_resident=out.all_resident,
+            device_engine=out.device_engine,
+            notes=Notes(*(int(getattr(out.notes, name)) for name in Notes.__dataclass_fields__)),
         )
 
     def reset_stats(self) -> None:

@@ -7,30 +7,12 @@ import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-from tinyserve_gguf._llama import Sampling, chat_formatter
-from tinyserve_gguf.errors import ModelFileError, OptionError
+from tinyserve_gguf._llama import Sampling
+from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.model import Model
 from tinyserve_gguf.stats import ReplyStats
 
 Message = dict[str, str]
-
-
-def render(model: Model, messages: list[Message]) -> str:
-    """The prompt text of `messages`, up to where the assistant begins."""
-    template = model.chat_template
-    if template is None:
-        raise ModelFileError(f"{model.facts.path} has no chat template: it is a base model, use Model.generate")
-    formatter = chat_formatter(template, bos=model.native.bos_text(), eos=model.native.eos_text())
-    try:
-        return formatter(messages)
-    except ValueError as error:  # raise_exception() of the template: a role it does not know, an order it does not take
-        raise OptionError(f"the chat template refuses these messages: {error}") from error
-
-
-def prompt_tokens(model: Model, messages: list[Message]) -> list[int]:
-    text = render(model, messages)
-    bos = model.native.bos_text()
-    return model.tokenize(text, add_bos=not (bos and text.startswith(bos)), special=True)
 
 
 class Conversation:
@@ -83,17 +65,18 @@ class Conversation:
 
     def _finish(self, said: str, prompt: str, tokens: list[int], made: list[int]) -> None:
         self.messages.append({"role": "assistant", "content": said})
-        self._said, self._tokens = prompt + said, tokens + made
+        whole = self._model.detokenize(made) == said  # or it was interrupted within a character, which the next turn shall not begin with
+        self._said, self._tokens = (prompt + said, tokens + made) if whole else ("", [])
         self.last = self._session.last
 
     def _prompt(self) -> tuple[str, list[int]]:
         """Text and tokens of the whole conversation. Where the text only grew, the tokens of before are kept as the model wrote them and only the
         rest is tokenized: its own reply, tokenized anew, may split otherwise and would be read again."""
-        text = render(self._model, self.messages)
+        text = self._model.render(self.messages)
         if self._said and text.startswith(self._said):
             rest = self._model.tokenize(text[len(self._said) :], add_bos=False, special=True)
             return text, self._tokens + rest
-        return text, prompt_tokens(self._model, self.messages)
+        return text, self._model.prompt_tokens(text)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the messages as JSON. OptionError if that file cannot be written."""

@@ -64,6 +64,8 @@ def load(
     n_ctx: int = DEFAULT_CTX,
     n_ubatch: int = DEFAULT_UBATCH,
     n_threads: int | None = None,
+    engine: str = "auto",
+    link_gbps: float | None = None,
     progress: Callable[[float], bool] | None = None,
 ) -> Model:
     """Open a GGUF model with its routed experts paged through a pool of slots.
@@ -76,12 +78,18 @@ def load(
         n_ctx: context in tokens; 0 is what the model was trained with. Never more than that.
         n_ubatch: tokens computed at once in prefill.
         n_threads: threads of CPU computation; by default one per core.
+        engine: "auto", "host" (the host reads the router's choice once a layer) or "device" (one CUDA graph per token; an error where that cannot be).
+        link_gbps: slow the host-to-device link down to so many GB/s, for what-if runs on the device engine.
         progress: called with 0..1 while weights are loaded; returning False stops it.
 
     Raises ModelFileError, OptionError or CapacityError, one line each, before anything is left behind.
     """
     if policy not in _shim.POLICIES:
         raise OptionError(f"the policy is one of {', '.join(_shim.POLICIES)}, not {policy!r}")
+    if engine not in _shim.ENGINES:
+        raise OptionError(f"the engine is one of {', '.join(_shim.ENGINES)}, not {engine!r}")
+    if link_gbps is not None and link_gbps <= 0:
+        raise OptionError(f"the link is above 0 GB/s, not {link_gbps}")
     for name, value, least in (("-c", n_ctx, 0), ("-b", n_ubatch, 1), ("-t", 1 if n_threads is None else n_threads, 1)):
         if value < least:
             raise OptionError(f"{name} is {least} or more, not {value}")
@@ -89,13 +97,23 @@ def load(
     n_ctx = min(n_ctx or facts.context_length, facts.context_length or n_ctx)
     plan, chosen = plan_for(facts, expert_cache=expert_cache, device=device, n_ctx=n_ctx, n_ubatch=n_ubatch)
     options = ContextOptions(n_ctx=n_ctx, n_batch=n_ubatch, n_ubatch=n_ubatch, n_threads=n_threads or default_threads())
-    return Model(plan, chosen, policy, options, progress)
+    return Model(plan, chosen, policy, options, engine=engine, link_gbps=link_gbps, progress=progress)
 
 
 class Model:
     """An open model. Use it as a context manager, or call `close()`."""
 
-    def __init__(self, plan: Plan, device: Device, policy: str, options: ContextOptions, progress: Callable[[float], bool] | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        device: Device,
+        policy: str,
+        options: ContextOptions,
+        *,
+        engine: str = "auto",
+        link_gbps: float | None = None,
+        progress: Callable[[float], bool] | None = None,
+    ) -> None:
         self.plan = plan
         self.facts = plan.facts
         self.policy = policy
@@ -106,18 +124,18 @@ class Model:
         self._sessions: set[Session] = set()  # open ones
         self._own: Session | None = None  # that of generate()
         try:
-            self._open(progress)
+            self._open(engine, link_gbps, progress)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, progress: Callable[[float], bool] | None) -> None:
+    def _open(self, engine: str, link_gbps: float | None, progress: Callable[[float], bool] | None) -> None:
         layers: dict[tuple[int, str], tuple[int, ExpertLayer]] = {}
         offload: Offload | None = None if self._device.is_cpu else Offload(self._device.handle)
         if self.facts.is_moe:
-            self._pager = Pager(self._device, self.policy)
+            self._pager = Pager(self._device, self.policy, engine)
             for pool in self.plan.pools:
-                index = self._pager.add_pool(pool.n_slots)
+                index = self._pager.add_pool(pool.n_slots, pool.n_stages)
                 for layer in pool.group.layers:
                     parts = [self._part(part) for part in layer.parts]
                     layers[layer.block, layer.family] = self._pager.add_layer(index, layer.n_expert, layer.n_used, parts), layer
@@ -133,6 +151,11 @@ class Model:
             raise ModelFileError(f"{self.facts.path}: {self.facts.architecture} does not write text token by token (an encoder or a diffusion model)")
         if self._pager:
             self._pager.ready()
+            if link_gbps is not None:
+                self._pager.set_link(link_gbps * 1e9)
+        elif link_gbps is not None or engine != "auto":
+            raise OptionError(f"{self.facts.name} is dense: there is no expert engine to choose and no link to slow down")
+        if self._pager:
             self._experts = Experts(self._pager, layers)
 
     def _part(self, part: PartFacts) -> Part:
@@ -190,6 +213,11 @@ class Model:
         return self._experts
 
     @property
+    def engine(self) -> str:
+        """Which expert engine runs, and why, for people."""
+        return self._pager.engine if self._pager else "llama.cpp alone"
+
+    @property
     def n_ctx(self) -> int:
         """Context in tokens that sessions of this model have."""
         return self.options.n_ctx
@@ -232,6 +260,23 @@ class Model:
     def detokenize(self, tokens: Sequence[int]) -> str:
         return b"".join(self.native.piece(token) for token in tokens).decode("utf-8", "replace")
 
+    def render(self, messages: Sequence[dict[str, str]]) -> str:
+        """Prompt text of `messages` by the chat template, up to where the assistant begins. ModelFileError without a template, OptionError where the
+        template refuses: a role it does not know, an order it does not take."""
+        template = self.chat_template
+        if template is None:
+            raise ModelFileError(f"{self.facts.path} has no chat template: it is a base model, use Model.generate")
+        formatter = _llama.chat_formatter(template, bos=self.native.bos_text(), eos=self.native.eos_text())
+        try:
+            return formatter(list(messages))
+        except ValueError as error:
+            raise OptionError(f"the chat template refuses these messages: {error}") from error
+
+    def prompt_tokens(self, text: str) -> list[int]:
+        """Tokens of what `render` gave: markers are tokens, and a template that writes the BOS itself gets no second one."""
+        bos = self.native.bos_text()
+        return self.tokenize(text, add_bos=not (bos and text.startswith(bos)), special=True)
+
     def session(self) -> Session:
         """A new KV cache of `n_ctx` tokens. It is closed with the model at the latest."""
         session = Session(self.native, self.options, self._snapshot, on_close=self._sessions.discard)
@@ -255,11 +300,9 @@ class Model:
 
     def chat(self, messages: Sequence[dict[str, str]], *, max_tokens: int = -1, sampling: Sampling = Sampling()) -> Iterator[str]:
         """The reply to `messages` ({"role", "content"}) through the model's chat template. Calls share one KV cache and reuse its prefix."""
-        from tinyserve_gguf.chat import prompt_tokens  # it stands above this module
-
         if self._own is None:
             self._own = self.session()
-        return self.text(self._own.generate(prompt_tokens(self, list(messages)), max_tokens, sampling))
+        return self.text(self._own.generate(self.prompt_tokens(self.render(messages)), max_tokens, sampling))
 
 
 def _until(pieces: Iterator[str], stop: Sequence[str]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinyserve_gguf.errors import CapacityError, OptionError
 from tinyserve_gguf.facts import LayoutGroup, ModelFacts
@@ -57,6 +57,7 @@ class PoolPlan:
 
     group: LayoutGroup
     n_slots: int
+    n_stages: int = 1  # 2 on a GPU: one layer is copied while another computes
 
     @property
     def is_resident(self) -> bool:
@@ -69,7 +70,7 @@ class PoolPlan:
     @property
     def stage_bytes(self) -> int:
         """Room for one whole layer, through which prefill streams what is not resident."""
-        return 0 if self.is_resident else stage_bytes(self.group)
+        return 0 if self.is_resident else self.n_stages * stage_bytes(self.group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,15 +166,19 @@ def make_plan(facts: ModelFacts, spec: CacheSpec, device: DeviceFacts, *, n_ctx:
 
 def _pools(facts: ModelFacts, device: DeviceFacts, slots: Callable[[LayoutGroup], int], reason: str) -> Plan:
     """A plan with so many slots per group, between what one token needs and all."""
-    pools = tuple(PoolPlan(group, min(group.n_experts, max(minimum(group), slots(group)))) for group in facts.groups)
+    pools = tuple(PoolPlan(group, min(group.n_experts, max(minimum(group), slots(group))), _stages(device)) for group in facts.groups)
     return Plan(facts, device, pools, reason)
+
+
+def _stages(device: DeviceFacts) -> int:
+    return 1 if device.is_cpu else 2
 
 
 def _fit(facts: ModelFacts, device: DeviceFacts, budget: int, reason: str) -> Plan:
     """As many slots as fit into `budget` bytes, in proportion to the groups."""
     if sum(group.n_experts * group.bytes_per_expert for group in facts.groups) <= budget:
         return _pools(facts, device, lambda group: group.n_experts, f"{reason}: all")
-    stages = sum(stage_bytes(group) for group in facts.groups)
+    stages = _stages(device) * sum(stage_bytes(group) for group in facts.groups)
     least = sum(minimum(group) * group.bytes_per_expert for group in facts.groups)
     if budget < stages + least:
         raise CapacityError(
@@ -184,7 +189,7 @@ def _fit(facts: ModelFacts, device: DeviceFacts, budget: int, reason: str) -> Pl
     plan = _pools(facts, device, lambda group: int(share * group.n_experts), reason)
     while plan.device_bytes > budget:  # the minimum of a small group may have pushed the sum over: take it from the largest pool
         pools = sorted(plan.pools, key=lambda pool: pool.n_slots - minimum(pool.group))
-        shrunk = PoolPlan(pools[-1].group, pools[-1].n_slots - 1)
+        shrunk = replace(pools[-1], n_slots=pools[-1].n_slots - 1)
         plan = Plan(facts, device, tuple(shrunk if pool is pools[-1] else pool for pool in plan.pools), reason)
     return plan
 

@@ -80,7 +80,7 @@ class Session:
         """
         if max_tokens < -1 or max_tokens == 0:
             raise OptionError(f"-n is 1 or more, or -1 for no limit, not {max_tokens}")
-        sampler = Sampler(sampling)
+        sampler = Sampler(sampling, self._context)
         for token in tokens:
             sampler.accept(token)
         before = self._snapshot()

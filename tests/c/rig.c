@@ -154,12 +154,25 @@ static void add_layer(struct rig * rig, int32_t l, int32_t pool) {
     }
 }
 
+struct tsg_pager * rig_pager(enum tsg_policy policy) {
+    struct tsg_pager * pager;
+    CHECK(tsg_pager_new(ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0), policy, TSG_ENGINE_AUTO, &pager) == TSG_OK);
+    return pager;
+}
+
+enum tsg_status rig_pool(struct tsg_pager * pager, int64_t n_slots, int32_t * pool) {
+    return tsg_pager_add_pool(pager, n_slots, 1, pool);
+}
+
+struct ggml_tensor * rig_stage(const struct tsg_pool * pool, int32_t part) {
+    return pool->stage[0][part];
+}
+
 struct rig rig_new(const struct spec * spec) {
-    struct rig rig = { .spec = *spec, .cpu = ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0) };
+    struct rig rig = { .spec = *spec, .cpu = ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0), .pager = rig_pager(spec->policy) };
     int32_t    pool[2];
-    CHECK(tsg_pager_new(rig.cpu, spec->policy, &rig.pager) == TSG_OK);
     for (int i = 0; i <= spec->pools; i++) {
-        CHECK(tsg_pager_add_pool(rig.pager, spec->n_slots, &pool[i]) == TSG_OK && pool[i] == i);
+        CHECK(rig_pool(rig.pager, spec->n_slots, &pool[i]) == TSG_OK && pool[i] == i);
     }
     for (int32_t l = 0; l < spec->n_layers; l++) {
         add_layer(&rig, l, spec->pools ? pool[l % 2] : pool[0]);
@@ -205,6 +218,14 @@ struct tsg_stats rig_stats(struct rig * rig) {
     struct tsg_stats stats;
     tsg_pager_stats(rig->pager, &stats);
     return stats;
+}
+
+bool rig_failed(enum tsg_status got, enum tsg_status want, const char * message) {
+    if (got != want || !strstr(tsg_last_error(), message)) {
+        fprintf(stderr, "status %d, message: %s\n", (int) got, tsg_last_error());
+        return false;
+    }
+    return true;
 }
 
 // ---- a batch ----

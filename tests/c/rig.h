@@ -83,6 +83,10 @@ int32_t rig_n_parts(const struct spec * spec);
 int64_t rig_ne0(const struct spec * spec, int32_t part);
 int64_t rig_ne1(const struct spec * spec, int32_t part);
 
+struct tsg_pager *   rig_pager(enum tsg_policy policy);  // over the CPU device
+enum tsg_status      rig_pool(struct tsg_pager * pager, int64_t n_slots, int32_t * pool);
+struct ggml_tensor * rig_stage(const struct tsg_pool * pool, int32_t part);
+
 // A pager with its layers, not committed.
 struct rig rig_new(const struct spec * spec);
 // Commits, loads both sides, makes the proxy backend, checks that the pager is ready.
@@ -108,3 +112,5 @@ void rig_compare_random(struct rig * rig, ggml_backend_t backend, int32_t n_toke
 void rig_check_slots(struct rig * rig);
 
 struct tsg_stats rig_stats(struct rig * rig);
+// The status is the wanted one and tsg_last_error() contains `message`.
+bool rig_failed(enum tsg_status got, enum tsg_status want, const char * message);

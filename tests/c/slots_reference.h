@@ -135,7 +135,7 @@ static int32_t ref_acquire(struct ref * r, const int32_t * experts, int32_t n, e
     static struct ref before;
     before = *r;
     r->clock++;
-    // All victims are chosen on the state before the step, free slots first, then they are filled in the order of the experts.
+    // All victims are chosen on the state before the step, then come all loads, all counts, all promotions, each in the order of the experts.
     int32_t victims[REF_MAX], n_victims = 0;
     for (int32_t i = 0; i < n; i++) {
         if (ref_slot_of(r, experts[i]) >= 0 || (admit == TSG_ADMIT_FREE && n_victims == max_loads)) {
@@ -166,14 +166,17 @@ static int32_t ref_acquire(struct ref * r, const int32_t * experts, int32_t n, e
             n_loads++;
             ref_place(r, experts[i], slot[i]);
         }
-        if (phase == TSG_DECODE) {
-            const uint64_t freq = (uint64_t) tsg_decay(x->freq, r->clock - x->freq_at, 128 * r->period) + 65536;
-            x->freq             = freq > UINT32_MAX ? UINT32_MAX : (uint32_t) freq;
-            x->freq_at          = r->clock;
-            x->last             = r->clock;
-            if (hit && r->policy == TSG_POLICY_SLRU) {
-                ref_protect(r, experts[i]);
-            }
+    }
+    for (int32_t i = 0; i < n && phase == TSG_DECODE; i++) {
+        struct ref_expert * x    = &r->expert[experts[i]];
+        const uint64_t      freq = (uint64_t) tsg_decay(x->freq, r->clock - x->freq_at, 128 * r->period) + 65536;
+        x->freq                  = freq > UINT32_MAX ? UINT32_MAX : (uint32_t) freq;
+        x->freq_at               = r->clock;
+        x->last                  = r->clock;
+    }
+    for (int32_t i = 0; i < n && phase == TSG_DECODE && r->policy == TSG_POLICY_SLRU; i++) {
+        if (ref_slot_of(&before, experts[i]) >= 0) {
+            ref_protect(r, experts[i]);
         }
     }
     return n_loads;

@@ -24,6 +24,7 @@ Examples:
   tinyserve-gguf chat model.gguf --expert-cache 25%        a quarter of the experts on the device
   tinyserve-gguf chat model.gguf -p "Name a river."        one answer, on stdout
   tinyserve-gguf info model.gguf --json                    what the file holds and what would go where
+  tinyserve-gguf bench model.gguf --baseline               how fast, and llama.cpp beside it
 """
 
 
@@ -45,9 +46,16 @@ def _demo() -> click.Command:
     return demo
 
 
+def _bench() -> click.Command:
+    from tinyserve_gguf.cli.bench import bench
+
+    return bench
+
+
 COMMANDS: dict[str, tuple[Callable[[], click.Command], str]] = {
     "chat": (_chat, "Chat with a model, answer one prompt, or a script of turns."),
     "info": (_info, "What a model file holds, and what would be placed where."),
+    "bench": (_bench, "Measure speed, hit rates and bounds, and llama.cpp beside them."),
     "demo": (_demo, "Build a small demo model and print its path."),
 }
 

@@ -20,6 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 INT32_MAX = 2**31 - 1  # llama.cpp takes these as 32-bit numbers; a larger one would wrap around unseen
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
 MAX_UBATCH = 1 << 16  # 128 times the default; what lies above only exhausts memory
+ENGINES = ("auto", "host", "device")
 POLICIES = ("lfru", "lru", "slru", "lfu", "fifo")
 SAMPLING = ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
 
@@ -83,6 +84,13 @@ expert_cache_option = click.option(
     help="Experts kept on the device: all, a count N, a share 25%, a size 6GiB, or auto (what fits).",
 )
 policy_option = click.option("--policy", type=click.Choice(POLICIES), default="lfru", show_default=True, help="Which expert leaves the cache first.")
+engine_option = click.option(
+    "--engine",
+    type=click.Choice(ENGINES),
+    default="auto",
+    show_default=True,
+    help="Who reads the router's choice: the host once a layer, or the device in one CUDA graph per token.",
+)
 device_option = click.option(
     "--device", type=Device(), default="auto", show_default=True, metavar="NAME", help="Device that computes: auto, CPU, CUDA0, ..."
 )

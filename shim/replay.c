@@ -1,0 +1,217 @@
+// replay.c - decode without the host: one CUDA graph per token in which resident.cu looks up, evicts and copies.
+//
+// A graph that llama.cpp hands over for the second time is captured: our stream begins, the inner stream joins by an event, the graph runs in pieces as the
+// host-driven engine would run it, with our kernel between them, and the streams join again. From then on a token costs one launch.
+#include "resident.h"
+
+#include "engine.h"
+
+#define STEP_BLOCKS 64  // 16, 64 and 256 copy equally fast at 13 MB an expert
+
+// ---- one graph ----
+
+static tsg_cu_event cu(ggml_backend_event_t event) {
+    return event->context;
+}
+
+bool tsg_ours_waits(struct tsg_engine * e, tsg_cu_stream stream, int event) {
+    const struct tsg_cuda * cuda = e->pager->resident->cuda;
+    ggml_backend_event_record(e->event[event], e->inner);
+    return tsg_cuda_ok(cuda, cuda->stream_wait(stream, cu(e->event[event]), 0), "cuStreamWaitEvent");
+}
+
+bool tsg_inner_waits(struct tsg_engine * e, tsg_cu_stream stream, int event) {
+    const struct tsg_cuda * cuda = e->pager->resident->cuda;
+    if (!tsg_cuda_ok(cuda, cuda->event_record(cu(e->event[event]), stream), "cuEventRecord")) {
+        return false;
+    }
+    ggml_backend_event_wait(e->inner, e->event[event]);
+    return true;
+}
+
+static bool launch_step(struct tsg_engine * e, const struct tsg_step * step, int32_t layer_index) {
+    struct tsg_resident * r        = e->pager->resident;
+    tsg_cu_ptr            pool     = r->pools[step->layer->pool];
+    tsg_cu_ptr            layer    = r->layers[layer_index];
+    tsg_cu_ptr            ids      = (tsg_cu_ptr) step->ids->data;
+    int32_t               stride   = (int32_t) (step->ids->nb[1] / sizeof(int32_t));
+    int32_t               n_used   = (int32_t) step->ids->ne[0];
+    int32_t               n_tokens = (int32_t) step->ids->ne[1];
+    tsg_cu_ptr            out      = (tsg_cu_ptr) e->slot_ids->data;
+    void * params[] = { &pool, &layer, &ids, &stride, &n_used, &n_tokens, &out, &r->ps_per_byte };
+    return tsg_cuda_ok(r->cuda, r->cuda->launch(r->cuda->step, STEP_BLOCKS, 1, 1, TSG_STEP_THREADS, 1, 1, 0, e->stream, params, NULL), "cuLaunchKernel");
+}
+
+// The graph in pieces with our kernel between them; issued to the device, or into a capture.
+static enum ggml_status issue(struct tsg_engine * e, struct ggml_cgraph * graph, struct tsg_counts * counts) {
+    int done = 0;
+    for (int i = 0; i < e->graph.n_steps; i++) {
+        const struct tsg_step * step = &e->graph.steps[i];
+        struct tsg_pool *       pool = tsg_engine_pool(e, step);
+        if (pool->resident) {
+            if (!tsg_engine_use_resident(e, graph, step, counts)) {
+                return GGML_STATUS_ALLOC_FAILED;
+            }
+            continue;
+        }
+        if (ggml_nelements(step->ids) == 0) {
+            continue;
+        }
+        const enum ggml_status status = tsg_engine_compute_plain(e, graph, done, step->first);
+        done                          = step->first;
+        if (status != GGML_STATUS_SUCCESS) {
+            return status;
+        }
+        tsg_engine_shape_ids(e, step);
+        if (!tsg_ours_waits(e, e->stream, TSG_EV_STEP_IN) || !launch_step(e, step, step->layer->index) || !tsg_inner_waits(e, e->stream, TSG_EV_STEP_OUT) ||
+            !tsg_graph_use_slots(&e->graph, graph, step, pool, e->slot_ids, e->repeats)) {
+            return GGML_STATUS_FAILED;
+        }
+    }
+    return tsg_engine_compute_plain(e, graph, done, graph->n_nodes);
+}
+
+// ---- captured graphs ----
+
+static struct tsg_replay * find_replay(struct tsg_engine * e, uint64_t uid) {
+    for (int i = 0; i < TSG_MAX_REPLAYS; i++) {
+        if (e->replays[i].uid == uid) {
+            return &e->replays[i];
+        }
+    }
+    return NULL;
+}
+
+// A place for a new graph: an empty one, or the one that was not used for longest.
+static struct tsg_replay * make_replay(struct tsg_engine * e, uint64_t uid) {
+    struct tsg_replay * oldest = &e->replays[0];
+    for (int i = 1; i < TSG_MAX_REPLAYS; i++) {
+        oldest = e->replays[i].used < oldest->used ? &e->replays[i] : oldest;
+    }
+    if (oldest->exec) {
+        const struct tsg_cuda * cuda = e->pager->resident->cuda;
+        cuda->stream_synchronize(e->stream);
+        cuda->exec_destroy(oldest->exec);
+    }
+    *oldest = (struct tsg_replay) { .uid = uid, .used = e->n_graphs };
+    return oldest;
+}
+
+static bool launch(struct tsg_engine * e, const struct tsg_replay * replay) {
+    const struct tsg_cuda * cuda = e->pager->resident->cuda;
+    return tsg_ours_waits(e, e->stream, TSG_EV_LAUNCH_IN) && tsg_cuda_ok(cuda, cuda->graph_launch(replay->exec, e->stream), "cuGraphLaunch") && tsg_inner_waits(e, e->stream, TSG_EV_LAUNCH_OUT);
+}
+
+static bool capture(struct tsg_engine * e, struct ggml_cgraph * graph, struct tsg_replay * replay) {
+    const struct tsg_cuda * cuda     = e->pager->resident->cuda;
+    tsg_cu_graph            captured = NULL;
+    if (!tsg_cuda_ok(cuda, cuda->stream_begin_capture(e->stream, TSG_CU_CAPTURE_RELAXED), "cuStreamBeginCapture")) {
+        return false;
+    }
+    bool ok = tsg_inner_waits(e, e->stream, TSG_EV_CAPTURE_IN) && issue(e, graph, &replay->counts) == GGML_STATUS_SUCCESS && tsg_ours_waits(e, e->stream, TSG_EV_CAPTURE_OUT);
+    ok      = tsg_cuda_ok(cuda, cuda->stream_end_capture(e->stream, &captured), "cuStreamEndCapture") && ok;
+    ok      = ok && tsg_cuda_ok(cuda, cuda->graph_instantiate(&replay->exec, captured, 0), "cuGraphInstantiate");
+    if (captured) {
+        cuda->graph_destroy(captured);
+    }
+    if (!ok) {
+        replay->exec  = NULL;
+        e->no_capture = true;
+        e->pager->notes.capture_failed++;
+    } else {
+        e->pager->notes.captures++;
+    }
+    return ok;
+}
+
+bool tsg_resident_can(const struct tsg_engine * e, int64_t n_tokens) {
+    const struct tsg_resident * r = e->pager->resident;
+    if (!r || n_tokens > tsg_engine_slot_tokens(e)) {
+        return false;
+    }
+    for (int i = 0; i < e->graph.n_steps; i++) {
+        const struct tsg_step * step = &e->graph.steps[i];
+        const struct tsg_pool * pool = &e->pager->pools[step->layer->pool];
+        const int64_t           rows = ggml_nelements(step->ids);
+        if (!pool->resident && (rows > TSG_STEP_THREADS || rows > pool->n_slots - pool->slots.n_pinned)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bool tsg_resident_replay(struct tsg_engine * e, struct ggml_cgraph * graph) {
+    struct tsg_resident * r = e->pager->resident;
+    if (!r || !graph->uid) {
+        return false;
+    }
+    struct tsg_replay * replay = find_replay(e, graph->uid);
+    if (!replay || !replay->exec || !tsg_cuda_enter(r->cuda) || !tsg_resident_to_device(e->pager) || replay->rows > r->free_rows || !launch(e, replay)) {
+        return false;
+    }
+    struct tsg_counts * counts = &e->pager->counts[TSG_DECODE];
+    counts->graphs++;
+    counts->lookups += replay->counts.lookups;  // those of pools that hold everything: the others are counted on the device
+    counts->hits += replay->counts.hits;
+    replay->used = e->n_graphs;
+    e->pager->notes.replays++;
+    return true;
+}
+
+enum ggml_status tsg_resident_decode(struct tsg_engine * e, struct ggml_cgraph * graph) {
+    struct tsg_resident * r = e->pager->resident;
+    if (!tsg_cuda_enter(r->cuda) || !tsg_resident_to_device(e->pager)) {
+        return GGML_STATUS_FAILED;
+    }
+    if (graph->uid && !e->no_capture) {
+        struct tsg_replay * replay = find_replay(e, graph->uid);
+        if (replay) {
+            for (int i = 0; i < e->graph.n_steps; i++) {
+                const int64_t rows = ggml_nelements(e->graph.steps[i].ids);
+                replay->rows       = rows > replay->rows ? rows : replay->rows;
+            }
+            ggml_backend_synchronize(e->inner);  // nothing may be pending on a stream that joins a capture
+            const bool captured = capture(e, graph, replay);
+            tsg_graph_restore(&e->graph);
+            if (captured) {
+                e->pager->counts[TSG_DECODE].graphs--;  // the replay counts it
+                return tsg_resident_replay(e, graph) ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
+            }
+        } else {
+            make_replay(e, graph->uid);  // seen once: the device's allocator warms up uncaptured
+        }
+    }
+    return issue(e, graph, &e->pager->counts[TSG_DECODE]);
+}
+
+bool tsg_resident_engine_init(struct tsg_engine * e) {
+    struct tsg_resident * r = e->pager->resident;
+    if (!r || e->stream) {
+        return true;
+    }
+    if (!tsg_cuda_enter(r->cuda) || !tsg_cuda_ok(r->cuda, r->cuda->stream_create(&e->stream, TSG_CU_STREAM_NON_BLOCKING), "cuStreamCreate")) {
+        return false;
+    }
+    for (size_t i = 0; i < sizeof(e->event) / sizeof(e->event[0]); i++) {
+        e->event[i] = ggml_backend_event_new(e->pager->inner);
+    }
+    return true;
+}
+
+void tsg_resident_engine_free(struct tsg_engine * e) {
+    struct tsg_resident * r = e->pager->resident;
+    if (!r || !e->stream) {
+        return;
+    }
+    tsg_cuda_enter(r->cuda);
+    r->cuda->stream_synchronize(e->stream);
+    for (int i = 0; i < TSG_MAX_REPLAYS; i++) {
+        if (e->replays[i].exec) {
+            r->cuda->exec_destroy(e->replays[i].exec);
+        }
+    }
+    for (size_t i = 0; i < sizeof(e->event) / sizeof(e->event[0]); i++) {
+        ggml_backend_event_free(e->event[i]);
+    }
+    r->cuda->stream_destroy(e->stream);
+}

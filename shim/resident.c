@@ -1,0 +1,249 @@
+// resident.c - the bookkeeping of the pools on a CUDA device.
+//
+// The slot maps of all pools live either on the host (struct tsg_slots) or on the device (struct tsg_dev_pool), never in both: they move when the other
+// side needs them, which is once per prompt.
+#include "resident.h"
+
+#include "engine.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+// resident.ptx was compiled with these; tests/test_ptx.py sees changes of the other sources.
+static_assert(TSG_MAX_EXPERTS == 4096 && TSG_MAX_PARTS == 4, "run scripts/make-ptx, then change this line");
+static_assert(TSG_POLICY_LFRU == 0 && TSG_POLICY_LRU == 1 && TSG_POLICY_SLRU == 2 && TSG_POLICY_LFU == 3 && TSG_POLICY_FIFO == 4, "likewise");
+
+// ---- making it ----
+
+static tsg_cu_ptr device_array(struct tsg_cuda * cuda, size_t size) {
+    tsg_cu_ptr ptr = 0;
+    if (!tsg_cuda_ok(cuda, cuda->memory_alloc(&ptr, size), "cuMemAlloc") || !tsg_cuda_ok(cuda, cuda->memset_d8(ptr, 0, size), "cuMemsetD8")) {
+        return 0;
+    }
+    return ptr;
+}
+
+static bool make_pool(struct tsg_resident * r, const struct tsg_pool * pool, int32_t index) {
+    struct tsg_cuda *     cuda = r->cuda;
+    struct tsg_dev_pool * m    = &r->mirror[index];
+    const size_t n = (size_t) pool->n_experts, slots = (size_t) pool->n_slots;
+    m->slot_of   = (int32_t *) device_array(cuda, n * sizeof(int32_t));
+    m->expert_in = (int32_t *) device_array(cuda, slots * sizeof(int32_t));
+    m->pinned    = (uint8_t *) device_array(cuda, n);
+    m->use       = (struct tsg_use *) device_array(cuda, n * sizeof(struct tsg_use));
+    m->hits      = (uint64_t *) device_array(cuda, n * sizeof(uint64_t));
+    m->misses    = (uint64_t *) device_array(cuda, n * sizeof(uint64_t));
+    r->pools[index] = device_array(cuda, sizeof(struct tsg_dev_pool));
+    if (!m->slot_of || !m->expert_in || !m->pinned || !m->use || !m->hits || !m->misses || !r->pools[index]) {
+        return false;
+    }
+    tsg_cu_ptr page = 0;
+    if (!tsg_cuda_ok(cuda, cuda->host_alloc((void **) &r->page[index], sizeof(struct tsg_dev_counts), TSG_CU_HOST_ALLOC_MAPPED), "cuMemHostAlloc") ||
+        !tsg_cuda_ok(cuda, cuda->host_device_ptr(&page, r->page[index], 0), "cuMemHostGetDevicePointer")) {
+        return false;
+    }
+    *r->page[index] = (struct tsg_dev_counts) { 0 };
+    m->page         = (struct tsg_dev_counts *) page;
+    return true;
+}
+
+static bool add_bank(struct tsg_cuda * cuda, struct tsg_dev_layer * layer, const void * host, const void * slots, size_t bytes) {
+    tsg_cu_ptr address = 0;
+    if (!tsg_cuda_ok(cuda, cuda->host_device_ptr(&address, (void *) host, 0), "cuMemHostGetDevicePointer of the experts")) {
+        return false;
+    }
+    layer->bank[layer->n_banks++] = (struct tsg_bank) { .host = (const char *) address, .slots = (char *) slots, .bytes = bytes };
+    return true;
+}
+
+static bool make_layer(struct tsg_resident * r, struct tsg_pager * pager, int32_t index) {
+    const struct tsg_layer * layer = pager->layers[index];
+    const struct tsg_pool *  pool  = &pager->pools[layer->pool];
+    struct tsg_dev_layer     d     = { .first = layer->first, .n_expert = layer->n_expert };
+    for (int32_t p = 0; p < layer->n_parts; p++) {
+        const struct tsg_weight * w = &layer->weight[p];
+        if (!add_bank(r->cuda, &d, w->host, pool->slot[p]->data, w->bytes) ||
+            (w->bias && !add_bank(r->cuda, &d, w->bias, pool->bias[p]->data, (size_t) w->ne1 * sizeof(float))) ||
+            (w->scale && !add_bank(r->cuda, &d, w->scale, pool->scale[p]->data, sizeof(float)))) {
+            return false;
+        }
+    }
+    r->layers[index] = device_array(r->cuda, sizeof(d));
+    return r->layers[index] && tsg_cuda_ok(r->cuda, r->cuda->copy_to_device(r->layers[index], &d, sizeof(d)), "cuMemcpyHtoD");
+}
+
+void tsg_resident_free(struct tsg_pager * pager) {
+    struct tsg_resident * r = pager->resident;
+    if (!r) {
+        return;
+    }
+    tsg_cuda_enter(r->cuda);
+    for (int32_t i = 0; i < pager->n_pools; i++) {
+        const struct tsg_dev_pool * m = &r->mirror[i];
+        const tsg_cu_ptr arrays[] = { (tsg_cu_ptr) m->slot_of, (tsg_cu_ptr) m->expert_in, (tsg_cu_ptr) m->pinned, (tsg_cu_ptr) m->use,
+                                      (tsg_cu_ptr) m->hits,    (tsg_cu_ptr) m->misses,    r->pools[i] };
+        for (size_t a = 0; a < sizeof(arrays) / sizeof(arrays[0]); a++) {
+            if (arrays[a]) {
+                r->cuda->memory_free(arrays[a]);
+            }
+        }
+        if (r->page[i]) {
+            r->cuda->host_free(r->page[i]);
+        }
+    }
+    for (int32_t i = 0; i < pager->n_layers; i++) {
+        if (r->layers[i]) {
+            r->cuda->memory_free(r->layers[i]);
+        }
+    }
+    if (r->mark) {
+        r->cuda->memory_free(r->mark);
+    }
+    tsg_cuda_close(r->cuda);
+    free(r->pools);
+    free(r->layers);
+    free(r->mirror);
+    free(r->page);
+    free(r->base);
+    free(r);
+    pager->resident = NULL;
+}
+
+bool tsg_resident_init(struct tsg_pager * pager) {
+    struct ggml_backend_dev_props props;
+    ggml_backend_dev_get_props(pager->inner, &props);
+    if (strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(pager->inner)), "CUDA") != 0 || !props.device_id || !props.caps.events) {
+        tsg_fail(TSG_E_STATE, "%s is no CUDA device", ggml_backend_dev_name(pager->inner));
+        return false;
+    }
+    if (pager->host_pageable) {
+        tsg_fail(TSG_E_STATE, "the experts lie in pageable memory, which the device cannot read by itself");
+        return false;
+    }
+    struct tsg_cuda *     cuda = tsg_cuda_open(props.device_id);
+    struct tsg_resident * r    = cuda ? calloc(1, sizeof(struct tsg_resident)) : NULL;
+    if (!r) {
+        tsg_cuda_close(cuda);
+        return false;
+    }
+    const size_t pools = (size_t) pager->n_pools;
+    *r = (struct tsg_resident) {
+        .cuda   = cuda,
+        .pools  = calloc(pools, sizeof(tsg_cu_ptr)),
+        .layers = calloc((size_t) pager->n_layers, sizeof(tsg_cu_ptr)),
+        .mirror = calloc(pools, sizeof(struct tsg_dev_pool)),
+        .page   = calloc(pools, sizeof(struct tsg_dev_counts *)),
+        .base   = calloc(pools, sizeof(struct tsg_dev_counts)),
+    };
+    pager->resident = r;
+    r->mark         = device_array(cuda, sizeof(uint64_t));
+    bool ok         = r->pools && r->layers && r->mirror && r->page && r->base && r->mark;
+    for (int32_t i = 0; i < pager->n_pools && ok; i++) {
+        ok = pager->pools[i].resident || make_pool(r, &pager->pools[i], i);
+    }
+    for (int32_t i = 0; i < pager->n_layers && ok; i++) {
+        ok = pager->pools[pager->layers[i]->pool].resident || make_layer(r, pager, i);
+    }
+    if (!ok) {
+        tsg_resident_free(pager);
+    }
+    return ok;
+}
+
+void tsg_resident_throttle(struct tsg_pager * pager, double bytes_per_second) {
+    pager->resident->ps_per_byte = bytes_per_second > 0 ? (uint64_t) (1e12 / bytes_per_second + 0.5) : 0;
+}
+
+// ---- where the slot maps are ----
+
+// To the host; the pager is locked. Waits for what runs.
+void tsg_resident_to_host(struct tsg_pager * pager) {
+    struct tsg_resident * r = pager->resident;
+    if (!r || !r->on_device) {
+        return;
+    }
+    tsg_engine_wait(pager);
+    tsg_cuda_enter(r->cuda);
+    bool ok = true;
+    for (int32_t i = 0; i < pager->n_pools && ok; i++) {
+        if (pager->pools[i].resident) {
+            continue;
+        }
+        struct tsg_slots *    s = &pager->pools[i].slots;
+        struct tsg_dev_pool * m = &r->mirror[i];
+        struct tsg_dev_pool   d;
+        const size_t          n = (size_t) s->n_experts;
+        ok = tsg_cuda_ok(r->cuda, r->cuda->copy_to_host(&d, r->pools[i], sizeof(d)), "cuMemcpyDtoH") &&
+             tsg_cuda_ok(r->cuda, r->cuda->copy_to_host(s->slot_of, (tsg_cu_ptr) m->slot_of, n * sizeof(int32_t)), "cuMemcpyDtoH") &&
+             tsg_cuda_ok(r->cuda, r->cuda->copy_to_host(s->expert_in, (tsg_cu_ptr) m->expert_in, (size_t) s->n_slots * sizeof(int32_t)), "cuMemcpyDtoH") &&
+             tsg_cuda_ok(r->cuda, r->cuda->copy_to_host(s->use, (tsg_cu_ptr) m->use, n * sizeof(struct tsg_use)), "cuMemcpyDtoH") &&
+             tsg_cuda_ok(r->cuda, r->cuda->copy_to_host(s->hits, (tsg_cu_ptr) m->hits, n * sizeof(uint64_t)), "cuMemcpyDtoH") &&
+             tsg_cuda_ok(r->cuda, r->cuda->copy_to_host(s->misses, (tsg_cu_ptr) m->misses, n * sizeof(uint64_t)), "cuMemcpyDtoH");
+        s->n_used      = d.n_used;
+        s->n_protected = d.n_protected;
+        s->clock       = d.clock;
+        m->counts      = d.counts;
+    }
+    GGML_ASSERT(ok && "the device lost the slot maps");
+    r->on_device = false;
+}
+
+bool tsg_resident_to_device(struct tsg_pager * pager) {
+    struct tsg_resident * r = pager->resident;
+    if (r->on_device) {
+        return true;
+    }
+    tsg_engine_wait(pager);
+    r->free_rows = INT32_MAX;
+    for (int32_t i = 0; i < pager->n_pools; i++) {
+        if (pager->pools[i].resident) {
+            continue;
+        }
+        const struct tsg_slots * s = &pager->pools[i].slots;
+        struct tsg_dev_pool *    m = &r->mirror[i];
+        const size_t             n = (size_t) s->n_experts;
+        m->policy      = (int32_t) s->policy;
+        m->n_slots     = s->n_slots;
+        m->n_experts   = s->n_experts;
+        m->n_used      = s->n_used;
+        m->n_protected = s->n_protected;
+        m->clock       = s->clock;
+        m->period      = s->period;
+        m->done        = 0;
+        r->free_rows   = s->n_slots - s->n_pinned < r->free_rows ? s->n_slots - s->n_pinned : r->free_rows;
+        if (!tsg_cuda_ok(r->cuda, r->cuda->copy_to_device(r->pools[i], m, sizeof(*m)), "cuMemcpyHtoD") ||
+            !tsg_cuda_ok(r->cuda, r->cuda->copy_to_device((tsg_cu_ptr) m->slot_of, s->slot_of, n * sizeof(int32_t)), "cuMemcpyHtoD") ||
+            !tsg_cuda_ok(r->cuda, r->cuda->copy_to_device((tsg_cu_ptr) m->expert_in, s->expert_in, (size_t) s->n_slots * sizeof(int32_t)), "cuMemcpyHtoD") ||
+            !tsg_cuda_ok(r->cuda, r->cuda->copy_to_device((tsg_cu_ptr) m->pinned, s->pinned, n), "cuMemcpyHtoD") ||
+            !tsg_cuda_ok(r->cuda, r->cuda->copy_to_device((tsg_cu_ptr) m->use, s->use, n * sizeof(struct tsg_use)), "cuMemcpyHtoD") ||
+            !tsg_cuda_ok(r->cuda, r->cuda->copy_to_device((tsg_cu_ptr) m->hits, s->hits, n * sizeof(uint64_t)), "cuMemcpyHtoD") ||
+            !tsg_cuda_ok(r->cuda, r->cuda->copy_to_device((tsg_cu_ptr) m->misses, s->misses, n * sizeof(uint64_t)), "cuMemcpyHtoD")) {
+            return false;
+        }
+    }
+    r->on_device = true;
+    return true;
+}
+
+// ---- counters ----
+
+void tsg_resident_add_counts(const struct tsg_pager * pager, struct tsg_counts * counts) {
+    const struct tsg_resident * r = pager->resident;
+    for (int32_t i = 0; r && i < pager->n_pools; i++) {
+        if (r->page[i]) {
+            const struct tsg_dev_counts now = *(volatile struct tsg_dev_counts *) r->page[i];
+            counts->lookups    += now.lookups - r->base[i].lookups;
+            counts->hits       += now.hits - r->base[i].hits;
+            counts->misses     += now.misses - r->base[i].misses;
+            counts->evictions  += now.evictions - r->base[i].evictions;
+            counts->bytes_link += now.bytes_link - r->base[i].bytes_link;
+        }
+    }
+}
+
+void tsg_resident_reset_counts(struct tsg_pager * pager) {
+    struct tsg_resident * r = pager->resident;
+    for (int32_t i = 0; r && i < pager->n_pools; i++) {
+        r->base[i] = r->page[i] ? *r->page[i] : (struct tsg_dev_counts) { 0 };
+    }
+}

@@ -1,0 +1,335 @@
+// resident.cu - a decode step of one expert layer on the device: which routed experts are resident, who leaves, copy what is missing, ids to slots.
+//
+// One kernel, no host. Every block computes the same lookup and the same victims from state that nobody changes meanwhile, then copies its share of the
+// missing experts from mapped host memory. The block that finishes last writes the new state. So no block ever waits for another. Compiled to PTX by
+// scripts/make-ptx; policy.h holds the score functions that slots.c uses too.
+#include "resident.h"
+
+#define NONE (-1)
+
+// ---- order of victims: free slots first, then the lowest score, then the lowest slot; as candidate_less() in slots.c ----
+
+struct victim {
+    uint64_t key;
+    uint64_t last;
+    int32_t  slot;  // NONE = nobody
+    int32_t  taken; // 0 free, 1 holds an expert
+};
+
+static __device__ bool before(const victim & a, const victim & b) {
+    if (b.slot == NONE) {
+        return a.slot != NONE;
+    }
+    if (a.slot == NONE) {
+        return false;
+    }
+    if (a.taken != b.taken) {
+        return a.taken < b.taken;
+    }
+    if (a.key != b.key) {
+        return a.key < b.key;
+    }
+    if (a.last != b.last) {
+        return a.last < b.last;
+    }
+    return a.slot < b.slot;
+}
+
+static __device__ victim shuffle_min(victim v) {
+    for (int offset = 16; offset; offset >>= 1) {
+        victim o;
+        o.key   = __shfl_xor_sync(~0u, v.key, offset);
+        o.last  = __shfl_xor_sync(~0u, v.last, offset);
+        o.slot  = __shfl_xor_sync(~0u, v.slot, offset);
+        o.taken = __shfl_xor_sync(~0u, v.taken, offset);
+        if (before(o, v)) {
+            v = o;
+        }
+    }
+    return v;
+}
+
+// The first of all threads' candidates, the same in every thread.
+static __device__ victim block_min(victim v) {
+    __shared__ victim per_warp[TSG_STEP_THREADS / 32];
+    v = shuffle_min(v);
+    if (threadIdx.x % 32 == 0) {
+        per_warp[threadIdx.x / 32] = v;
+    }
+    __syncthreads();
+    v = per_warp[threadIdx.x % (TSG_STEP_THREADS / 32)];
+    v = shuffle_min(v);
+    __syncthreads();
+    return v;
+}
+
+// ---- what this step wants ----
+
+struct step {
+    uint32_t wanted[TSG_MAX_EXPERTS / 32];  // bit per expert of the layer
+    int32_t  expert[TSG_STEP_THREADS];      // distinct experts, ascending
+    int32_t  slot[TSG_STEP_THREADS];        // their slots
+    int32_t  missing[TSG_STEP_THREADS];     // indices into expert[] of those to copy
+    int32_t  n_distinct;
+    int32_t  n_miss;
+    int32_t  n_used;       // change of used slots
+    int32_t  n_protected;  // change of protected slots
+    int32_t  n_evicted;
+    bool     is_last;
+};
+
+static __device__ int32_t rank_of(const step & s, int32_t expert) {
+    int32_t rank = 0;
+    for (int32_t w = 0; w < expert / 32; w++) {
+        rank += __popc(s.wanted[w]);
+    }
+    return rank + __popc(s.wanted[expert / 32] & ((1u << (expert % 32)) - 1));
+}
+
+static __device__ void lookup(step & s, const tsg_dev_pool * pool, const tsg_dev_layer * layer, int32_t expert) {
+    const int32_t n_words = (layer->n_expert + 31) / 32;
+    for (int32_t w = threadIdx.x; w < n_words; w += blockDim.x) {
+        s.wanted[w] = 0;
+    }
+    __syncthreads();
+    const bool first = expert != NONE && !(atomicOr(&s.wanted[expert / 32], 1u << (expert % 32)) & (1u << (expert % 32)));
+    __syncthreads();
+    if (first) {
+        const int32_t rank = rank_of(s, expert);
+        s.expert[rank]     = expert;
+        s.slot[rank]       = pool->slot_of[layer->first + expert];
+    }
+    const int32_t n_distinct = __syncthreads_count(first);
+    const bool    miss       = (int32_t) threadIdx.x < n_distinct && s.slot[threadIdx.x] == NONE;
+    const int32_t n_miss     = __syncthreads_count(miss);
+    if (miss) {
+        int32_t at = 0;
+        for (int32_t i = 0; i < (int32_t) threadIdx.x; i++) {
+            at += s.slot[i] == NONE;
+        }
+        s.missing[at] = threadIdx.x;
+    }
+    if (threadIdx.x == 0) {
+        s.n_distinct = n_distinct;
+        s.n_miss     = n_miss;
+        s.n_used = s.n_protected = s.n_evicted = 0;
+    }
+    __syncthreads();
+}
+
+// Gives every missing expert the slot of a victim.
+static __device__ void choose(step & s, const tsg_dev_pool * pool, const tsg_dev_layer * layer, uint64_t now) {
+    victim last = { 0, 0, NONE, 0 };
+    for (int32_t m = 0; m < s.n_miss; m++) {
+        victim best = { 0, 0, NONE, 0 };
+        for (int32_t slot = threadIdx.x; slot < pool->n_slots; slot += blockDim.x) {
+            const int32_t id     = pool->expert_in[slot];
+            const int32_t expert = id - layer->first;
+            if (id >= 0 && (pool->pinned[id] || (expert >= 0 && expert < layer->n_expert && (s.wanted[expert / 32] >> (expert % 32) & 1)))) {
+                continue;
+            }
+            victim v = { 0, 0, slot, id >= 0 };
+            if (id >= 0) {
+                const tsg_score score = tsg_policy_score((enum tsg_policy) pool->policy, &pool->use[id], now, pool->period);
+                v.key                 = score.key;
+                v.last                = score.last;
+            }
+            if (before(v, best) && (last.slot == NONE || before(last, v))) {
+                best = v;
+            }
+        }
+        last = block_min(best);
+        if (threadIdx.x == 0) {
+            s.slot[s.missing[m]] = last.slot;
+        }
+    }
+    __syncthreads();
+}
+
+// ---- copying ----
+
+template <typename T> static __device__ void copy_words(char * to, const char * from, uint64_t bytes) {
+    const T * __restrict__ src = (const T *) from;
+    T * __restrict__ dst       = (T *) to;
+    const uint64_t n      = bytes / sizeof(T);
+    const uint64_t stride = (uint64_t) gridDim.x * blockDim.x;
+    uint64_t       i      = (uint64_t) blockIdx.x * blockDim.x + threadIdx.x;
+    for (; i + 3 * stride < n; i += 4 * stride) {  // four reads in flight per thread
+        const T a = src[i], b = src[i + stride], c = src[i + 2 * stride], d = src[i + 3 * stride];
+        dst[i] = a, dst[i + stride] = b, dst[i + 2 * stride] = c, dst[i + 3 * stride] = d;
+    }
+    for (; i < n; i += stride) {
+        dst[i] = src[i];
+    }
+}
+
+static __device__ uint64_t gather(const step & s, const tsg_dev_layer * layer) {
+    uint64_t bytes = 0;
+    for (int32_t m = 0; m < s.n_miss; m++) {
+        const uint64_t expert = s.expert[s.missing[m]];
+        const uint64_t slot   = s.slot[s.missing[m]];
+        for (int32_t b = 0; b < layer->n_banks; b++) {
+            const tsg_bank bank = layer->bank[b];
+            char *         to   = bank.slots + slot * bank.bytes;
+            const char *   from = bank.host + expert * bank.bytes;
+            const uint64_t bits = (uint64_t) to | (uint64_t) from | bank.bytes;
+            if (bits % 16 == 0) {
+                copy_words<uint4>(to, from, bank.bytes);
+            } else if (bits % 4 == 0) {
+                copy_words<uint32_t>(to, from, bank.bytes);
+            } else {
+                copy_words<uint8_t>(to, from, bank.bytes);
+            }
+            bytes += bank.bytes;
+        }
+    }
+    return bytes;
+}
+
+static __device__ uint64_t nanoseconds() {
+    uint64_t t;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+    return t;
+}
+
+// ---- the new state ----
+
+// SLRU: as protect() in slots.c. All threads of the block take part.
+static __device__ void protect(step & s, tsg_dev_pool * pool, int32_t id) {
+    if (pool->use[id].segment) {
+        return;  // the same for all threads
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        pool->use[id].segment = 1;
+        pool->n_protected++;
+    }
+    __syncthreads();
+    if ((int64_t) pool->n_protected * 100 <= (int64_t) pool->n_slots * TSG_PROTECTED_SHARE) {
+        return;
+    }
+    victim oldest = { 0, 0, NONE, 0 };
+    for (int32_t slot = threadIdx.x; slot < pool->n_slots; slot += blockDim.x) {
+        const int32_t e = pool->expert_in[slot];
+        if (e >= 0 && pool->use[e].segment) {
+            const victim v = { 0, pool->use[e].last, slot, 1 };
+            if (before(v, oldest)) {
+                oldest = v;
+            }
+        }
+    }
+    oldest = block_min(oldest);
+    if (threadIdx.x == 0) {
+        pool->use[pool->expert_in[oldest.slot]].segment = 0;
+        pool->n_protected--;
+    }
+    __syncthreads();
+}
+
+static __device__ void commit(step & s, tsg_dev_pool * pool, const tsg_dev_layer * layer, uint64_t now, uint64_t bytes) {
+    const int32_t r = threadIdx.x;
+    int32_t       id = NONE;
+    bool          missed = false;
+    if (r < s.n_distinct) {
+        id     = layer->first + s.expert[r];
+        missed = pool->slot_of[id] == NONE;
+        if (missed) {
+            const int32_t slot = s.slot[r];
+            const int32_t old  = pool->expert_in[slot];
+            if (old >= 0) {
+                atomicSub(&s.n_protected, (int32_t) pool->use[old].segment);
+                pool->use[old].segment = 0;
+                pool->slot_of[old]     = NONE;
+                atomicAdd(&s.n_evicted, 1);
+            } else {
+                atomicAdd(&s.n_used, 1);
+            }
+            pool->expert_in[slot] = id;
+            pool->slot_of[id]     = slot;
+            pool->use[id].loaded  = now;
+            pool->use[id].last    = now;
+            pool->misses[id]++;
+        } else {
+            pool->hits[id]++;
+        }
+        tsg_use_count(&pool->use[id], now, pool->period);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        pool->clock = now;
+        pool->n_used += s.n_used;
+        pool->n_protected += s.n_protected;
+        tsg_dev_counts c = pool->counts;
+        c.lookups += s.n_distinct;
+        c.hits += s.n_distinct - s.n_miss;
+        c.misses += s.n_miss;
+        c.evictions += s.n_evicted;
+        c.bytes_link += bytes;
+        pool->counts = c;
+        *pool->page  = c;
+    }
+    if (pool->policy == TSG_POLICY_SLRU) {
+        __shared__ bool hit[TSG_STEP_THREADS];
+        hit[threadIdx.x] = id != NONE && !missed;
+        __syncthreads();
+        for (int32_t i = 0; i < s.n_distinct; i++) {
+            if (hit[i]) {
+                protect(s, pool, layer->first + s.expert[i]);
+            }
+            __syncthreads();
+        }
+    }
+}
+
+// ---- kernels ----
+
+// ids: the router's choice, [n_tokens] rows of n_used, `stride` apart; slot_ids: [n_tokens][n_used]. n_used * n_tokens <= TSG_STEP_THREADS.
+// ps_per_byte > 0 slows the link down to that many picoseconds per byte, for what-if runs.
+extern "C" __global__ void __launch_bounds__(TSG_STEP_THREADS)
+    tsg_step(tsg_dev_pool * pool, const tsg_dev_layer * layer, const int32_t * ids, int32_t stride, int32_t n_used, int32_t n_tokens, int32_t * slot_ids,
+             uint64_t ps_per_byte) {
+    __shared__ step s;
+    const int32_t   i      = threadIdx.x;
+    const int32_t   expert = i < n_used * n_tokens ? ids[i / n_used * stride + i % n_used] : NONE;
+    const uint64_t  now    = pool->clock + 1;
+    lookup(s, pool, layer, expert);
+    if (s.n_miss == 0) {  // nobody but block 0 is needed: it changes counts only, which the others do not read
+        if (blockIdx.x == 0) {
+            if (expert != NONE) {
+                slot_ids[i] = s.slot[rank_of(s, expert)];
+            }
+            commit(s, pool, layer, now, 0);
+        }
+        return;
+    }
+    const uint64_t start = ps_per_byte ? nanoseconds() : 0;
+    choose(s, pool, layer, now);
+    if (blockIdx.x == 0 && expert != NONE) {
+        slot_ids[i] = s.slot[rank_of(s, expert)];
+    }
+    const uint64_t bytes = gather(s, layer);
+    if (ps_per_byte) {
+        while (nanoseconds() - start < bytes * ps_per_byte / 1000) {
+        }
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        s.is_last = atomicInc(&pool->done, gridDim.x - 1) == gridDim.x - 1;  // the counter returns to 0
+    }
+    __syncthreads();
+    if (s.is_last) {
+        __threadfence();
+        commit(s, pool, layer, now, bytes);
+    }
+}
+
+// Slows down copies by DMA: tsg_mark before them, tsg_delay after them on the same stream.
+extern "C" __global__ void tsg_mark(uint64_t * mark) {
+    *mark = nanoseconds();
+}
+
+extern "C" __global__ void tsg_delay(const uint64_t * mark, uint64_t ns) {
+    while (nanoseconds() - *mark < ns) {
+    }
+}

@@ -1,0 +1,53 @@
+// resident.h - what the CUDA kernels and the C side share: the bookkeeping of a pool in device memory.
+//
+// The structures mirror slots.h, and resident.cu does what slots.c does, step by step and with the same score functions, so that the same trace gives the
+// same hits. tests/gpu compares the two.
+#pragma once
+
+#include "policy.h"
+
+#define TSG_STEP_THREADS 256               // threads of a block; also the most ids (n_used x n_tokens) of one step
+#define TSG_MAX_BANKS    (3 * TSG_MAX_PARTS)
+
+// One piece of an expert's payload: a weight, a bias row or a scale. Addresses are device addresses.
+struct tsg_bank {
+    const char * host;   // [n_expert][bytes], page-locked host memory
+    char *       slots;  // [n_slots][bytes]
+    uint64_t     bytes;
+};
+
+struct tsg_dev_layer {
+    int32_t         first;  // id in the pool of expert 0
+    int32_t         n_expert;
+    int32_t         n_banks;
+    int32_t         pad;
+    struct tsg_bank bank[TSG_MAX_BANKS];
+};
+
+// Counters of decode; a copy of it in mapped host memory is what the host reads without waiting for the device.
+struct tsg_dev_counts {
+    uint64_t lookups;
+    uint64_t hits;
+    uint64_t misses;
+    uint64_t evictions;
+    uint64_t bytes_link;
+};
+
+struct tsg_dev_pool {
+    int32_t          policy;
+    int32_t          n_slots;
+    int32_t          n_experts;
+    int32_t          n_used;
+    int32_t          n_protected;
+    uint32_t         done;  // blocks that have finished the running step
+    uint64_t         clock;
+    uint64_t         period;
+    int32_t *        slot_of;
+    int32_t *        expert_in;
+    uint8_t *        pinned;
+    struct tsg_use * use;
+    uint64_t *       hits;
+    uint64_t *       misses;
+    struct tsg_dev_counts   counts;
+    struct tsg_dev_counts * page;  // in mapped host memory
+};

@@ -1,0 +1,161 @@
+// stream.c - prefill with the copies beside the computation.
+//
+// A long prompt touches nearly every expert of every layer, so nobody asks which: each layer is brought whole into a stage, in the model's own order, while
+// the layer before it computes. Experts that are resident come from their slots, only the rest crosses the link. Slots are not written, so what decode had
+// gathered survives. Two stages take turns; the copies run on our stream, two events per stage keep order with the inner one.
+#include "engine.h"
+
+static bool copy_part(const struct tsg_cuda * cuda, tsg_cu_stream stream, struct ggml_tensor * stage, int32_t at, const void * from, size_t size) {
+    return tsg_cuda_ok(cuda, cuda->copy_to_device_async((tsg_cu_ptr) stage->data + (size_t) at * stage->nb[2], from, size, stream), "cuMemcpyHtoDAsync");
+}
+
+// One weight of a layer into a stage. Neighbours that are not resident cross the link in one piece.
+static bool fill_part(struct tsg_engine * e, const struct tsg_layer * layer, const struct tsg_slots * slots, const struct tsg_weight * w,
+                      const struct ggml_tensor * pool, struct ggml_tensor * stage, struct tsg_counts * counts) {
+    const struct tsg_cuda * cuda = e->pager->resident->cuda;
+    for (int32_t x = 0; x < layer->n_expert;) {
+        const int32_t slot = slots->slot_of[layer->first + x];
+        if (slot >= 0) {
+            const tsg_cu_ptr to   = (tsg_cu_ptr) stage->data + (size_t) x * w->bytes;
+            const tsg_cu_ptr from = (tsg_cu_ptr) pool->data + (size_t) slot * w->bytes;
+            if (!tsg_cuda_ok(cuda, cuda->copy_on_device_async(to, from, w->bytes, e->stream), "cuMemcpyDtoDAsync")) {
+                return false;
+            }
+            counts->bytes_device += w->bytes;
+            x++;
+            continue;
+        }
+        int32_t end = x + 1;
+        while (end < layer->n_expert && slots->slot_of[layer->first + end] < 0) {
+            end++;
+        }
+        const size_t size = (size_t) (end - x) * w->bytes;
+        if (!copy_part(cuda, e->stream, stage, x, w->host + (size_t) x * w->bytes, size)) {
+            return false;
+        }
+        counts->bytes_link += size;
+        x = end;
+    }
+    return true;
+}
+
+// Everything between two stamps takes at least as long as a slower link would: for what-if runs.
+static bool throttle(struct tsg_engine * e, bool begin, uint64_t bytes) {
+    const struct tsg_resident * r  = e->pager->resident;
+    uint64_t                    ns = bytes * r->ps_per_byte / 1000;
+    tsg_cu_ptr                  mark     = r->mark;
+    void *                      params[] = { &mark, &ns };
+    return r->ps_per_byte == 0 ||
+           tsg_cuda_ok(r->cuda, r->cuda->launch(begin ? r->cuda->mark : r->cuda->delay, 1, 1, 1, 1, 1, 1, 0, e->stream, params, NULL), "cuLaunchKernel");
+}
+
+// Starts the copies of a step into stage `k`, which is free when the step before the last has computed.
+static bool fill_stage(struct tsg_engine * e, const struct tsg_step * step, int k, bool reused, struct tsg_counts * counts) {
+    const struct tsg_layer * layer = step->layer;
+    struct tsg_pool *        pool  = tsg_engine_pool(e, step);
+    const struct tsg_cuda *  cuda  = e->pager->resident->cuda;
+    if (reused && !tsg_cuda_ok(cuda, cuda->stream_wait(e->stream, e->event[TSG_EV_STAGE_FREE + k]->context, 0), "cuStreamWaitEvent")) {
+        return false;
+    }
+    const uint64_t before = counts->bytes_link;
+    if (!throttle(e, true, 0)) {
+        return false;
+    }
+    for (int32_t p = 0; p < layer->n_parts; p++) {
+        if (!fill_part(e, layer, &pool->slots, &layer->weight[p], pool->slot[p], pool->stage[k][p], counts)) {
+            return false;
+        }
+    }
+    int32_t resident = 0;
+    for (int32_t x = 0; x < layer->n_expert; x++) {
+        resident += pool->slots.slot_of[layer->first + x] >= 0;
+    }
+    counts->lookups += (uint64_t) layer->n_expert;
+    counts->hits    += (uint64_t) resident;
+    counts->misses  += (uint64_t) (layer->n_expert - resident);
+    counts->streamed++;
+    return throttle(e, false, counts->bytes_link - before) &&
+           tsg_cuda_ok(cuda, cuda->event_record(e->event[TSG_EV_STAGE_READY + k]->context, e->stream), "cuEventRecord");
+}
+
+// The node behind the last that reads the step's weights.
+static int end_of_matmuls(const struct ggml_cgraph * graph, const struct tsg_step * step) {
+    int end = step->first + 1;
+    for (int i = step->first; i < step->end; i++) {
+        if (graph->nodes[i]->op == GGML_OP_MUL_MAT_ID && graph->nodes[i]->src[2] == step->ids) {
+            end = i + 1;
+        }
+    }
+    return end;
+}
+
+// Worth it once the pool is full: before, the host-driven engine leaves the experts that a prompt wants most in free slots.
+bool tsg_stream_can(const struct tsg_engine * e) {
+    if (!e->pager->resident) {
+        return false;
+    }
+    for (int i = 0; i < e->graph.n_steps; i++) {
+        const struct tsg_step * step = &e->graph.steps[i];
+        const struct tsg_pool * pool = &e->pager->pools[step->layer->pool];
+        if (!pool->resident && (pool->n_stages < 2 || pool->slots.n_used < pool->n_slots)) {
+            return false;
+        }
+        // a few tokens want few experts: cheaper to ask which
+        if (!pool->resident && ggml_nelements(step->ids) > 0 && step->ids->ne[1] > 1 && ggml_nelements(step->ids) < step->layer->n_expert) {
+            return false;
+        }
+    }
+    return true;
+}
+
+enum ggml_status tsg_stream_prefill(struct tsg_engine * e, struct ggml_cgraph * graph, struct tsg_counts * counts) {
+    const struct tsg_step * steps = e->graph.steps;
+    const int               n     = e->graph.n_steps;
+    if (!tsg_cuda_enter(e->pager->resident->cuda) || !tsg_ours_waits(e, e->stream, TSG_EV_LAUNCH_IN)) {
+        return GGML_STATUS_FAILED;
+    }
+    int done = 0, filled = 0, used = 0;  // steps whose copies were started, steps that computed
+    for (int i = 0; i < n; i++) {
+        if (tsg_engine_pool(e, &steps[i])->resident) {
+            if (!tsg_engine_use_resident(e, graph, &steps[i], counts)) {
+                return GGML_STATUS_ALLOC_FAILED;
+            }
+            continue;
+        }
+        if (ggml_nelements(steps[i].ids) == 0) {
+            continue;
+        }
+        // copies for this step, if the last one did not start them, and for the next
+        for (int j = i, ahead = 0; j < n && ahead < 2; j++) {
+            if (tsg_engine_pool(e, &steps[j])->resident || ggml_nelements(steps[j].ids) == 0) {
+                continue;
+            }
+            if (used + ahead >= filled) {
+                if (!fill_stage(e, &steps[j], filled & 1, filled >= 2, counts)) {
+                    return GGML_STATUS_FAILED;
+                }
+                filled++;
+            }
+            ahead++;
+        }
+        const int         k    = used & 1;
+        struct tsg_pool * pool = tsg_engine_pool(e, &steps[i]);
+        for (int32_t p = 0; p < pool->n_parts; p++) {
+            pool->stage[k][p]->ne[2] = steps[i].layer->n_expert;
+        }
+        enum ggml_status status = tsg_engine_compute_range(e, graph, done, steps[i].first);
+        if (status != GGML_STATUS_SUCCESS || !tsg_graph_use_experts(&e->graph, graph, &steps[i], pool->stage[k])) {
+            return status != GGML_STATUS_SUCCESS ? status : GGML_STATUS_ALLOC_FAILED;
+        }
+        ggml_backend_event_wait(e->inner, e->event[TSG_EV_STAGE_READY + k]);
+        done   = end_of_matmuls(graph, &steps[i]);
+        status = tsg_engine_compute_range(e, graph, steps[i].first, done);
+        if (status != GGML_STATUS_SUCCESS) {
+            return status;
+        }
+        ggml_backend_event_record(e->event[TSG_EV_STAGE_FREE + k], e->inner);
+        used++;
+    }
+    e->pager->notes.overlapped++;
+    return tsg_engine_compute_range(e, graph, done, graph->n_nodes);
+}

@@ -1,0 +1,360 @@
+"""The benchmark: which runs there are, in which order, and what is said about those that are not made.
+
+One run is one loaded model: an expert cache and a policy, or llama.cpp alone with a part of the experts on the CPU. Every run reads the same tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Protocol
+
+from tinyserve_gguf._llama import ContextOptions, NativeContext, NativeModel, ggml_version
+from tinyserve_gguf._shim import PagerStats
+from tinyserve_gguf.bench_baseline import all_on_cpu, full_bytes, label, open_stock, resident_bytes, tightest_split
+from tinyserve_gguf.bench_measure import Case, Subject, TokenSource, measure
+from tinyserve_gguf.bench_needle import REPLY_TOKENS, Needle, hide, look
+from tinyserve_gguf.bench_table import Report, Row, measured_row, with_bounds
+from tinyserve_gguf.errors import CapacityError, ModelFileError, OptionError, TinyserveError
+from tinyserve_gguf.facts import read_facts
+from tinyserve_gguf.model import DEFAULT_UBATCH, Model, default_threads, load, pick_device, plan_for
+from tinyserve_gguf.plan import GIB
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What to measure. Tokens, unless said otherwise."""
+
+    path: str
+    prompts: tuple[int, ...] = (512,)  # pp tests
+    replies: tuple[int, ...] = (128,)  # tg tests
+    depths: tuple[int, ...] = (0,)
+    expert_caches: tuple[str, ...] = ("auto",)
+    policies: tuple[str, ...] = ("lfru",)
+    device: str = "auto"
+    engine: str = "auto"
+    n_ubatch: int = DEFAULT_UBATCH
+    n_threads: int | None = None
+    repeat: int = 3
+    warmup: int = 200  # decoded before a tg test
+    seed: int = 0
+    text: str | None = None  # what the model reads; None = random tokens
+    text_name: str = ""
+    baseline: bool = False
+    link_gbps: float | None = None  # throttle the link to this
+    needle: int = 0  # length of that prompt; 0 = no such test
+
+    @property
+    def cases(self) -> list[Case]:
+        tests = [("pp", n) for n in self.prompts] + [("tg", n) for n in self.replies]
+        return [Case(kind, n, depth) for depth in self.depths for kind, n in tests]
+
+    @property
+    def n_ctx(self) -> int:
+        """Context that the longest test needs."""
+        return max([case.n_ctx(self.repeat, self.warmup) for case in self.cases] + [self.needle + REPLY_TOKENS if self.needle else 0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One paged model to load."""
+
+    expert_cache: str
+    policy: str
+    link_gbps: float | None
+
+
+class Watch(Protocol):
+    """Who looks on. Both are called outside the timed stretches."""
+
+    def show(self, text: str, done: float) -> None:
+        """What happens next, and how much is done, 0..1."""
+
+    def stopped(self) -> bool:
+        """Whether the user wants to end."""
+
+
+class Bench:
+    """One benchmark. Raises OptionError before anything is loaded if the options are impossible.
+
+    `rows` and `notes` grow while `run` goes on; `report` gives what there is, also after an interrupt.
+    """
+
+    def __init__(self, options: BenchOptions, watch: Watch) -> None:
+        self.options = options
+        self.facts = read_facts(options.path)
+        self.device = pick_device(options.device)
+        self.rows: list[Row] = []
+        self.notes: list[str] = []
+        self._watch = watch
+        self._done = 0
+        self._text_tokens: tuple[int, ...] = ()
+        self._budgets: dict[int, list[str]] = {}  # blocks on the CPU at equal memory -> expert caches of that size
+        if not options.cases and not options.needle:
+            raise OptionError("there is nothing to measure: give -p, -n or --needle")
+        trained = self.facts.context_length
+        if trained and options.n_ctx > trained:
+            raise OptionError(
+                f"the longest test needs a context of {options.n_ctx} tokens and {self.facts.name} has {trained}: "
+                "give less depth, or shorter or fewer tests (a tg test goes on after the tokens of its repeats)"
+            )
+        self._runs = self._plan_runs()
+        self.link = self.device.link_rate()  # bytes per second
+        if options.link_gbps and self.link and options.link_gbps * 1e9 > self.link:
+            raise OptionError(f"--link-gbps {options.link_gbps:g} is above the {self.link / 1e9:.1f} GB/s that this link reaches: give less")
+
+    def _plan_runs(self) -> list[_Run]:
+        """Expert caches with their policies. Where all experts are resident one policy is enough, because it decides nothing, and the link is idle."""
+        options, runs = self.options, list[_Run]()
+        for cache in dict.fromkeys(options.expert_caches):
+            try:
+                plan, _ = plan_for(self.facts, expert_cache=cache, device=options.device, n_ctx=options.n_ctx, n_ubatch=options.n_ubatch)
+            except CapacityError as error:
+                self._failed(Row(run=f"expert cache {cache}", runner="tinyserve-gguf", expert_cache=cache), error)
+                continue
+            resident = all(pool.is_resident for pool in plan.pools)
+            policies = list(dict.fromkeys(options.policies))[: 1 if resident else None]
+            runs += [_Run(cache, policy, None if resident else options.link_gbps) for policy in policies]
+        if options.link_gbps and runs and not any(run.link_gbps for run in runs):
+            raise OptionError("--link-gbps has nothing to slow down, all experts are on the device: give a smaller --expert-cache")
+        return runs
+
+    def run(self) -> None:
+        """Measure everything. KeyboardInterrupt when the watch says stop, CapacityError if nothing at all could be measured."""
+        stock = self.options.baseline
+        if stock:
+            self._run_full()
+        for run in self._runs:
+            self._run_paged(run)
+        if stock and self.facts.is_moe:
+            self._run_splits()
+        if all(row.error for row in self.rows):
+            raise CapacityError("; ".join(f"{row.run}: {row.error}" for row in self.rows if row.error))
+
+    def report(self) -> Report:
+        options, facts = self.options, self.facts
+        rows, notes = with_bounds(self.rows), list(self.notes)
+        if any(row.is_timed and not row.all_resident and row.runner == "tinyserve-gguf" and row.bound_from is None for row in rows):
+            notes.append("bounds need the compute time with everything on the device, and it was not measured: --baseline or --expert-cache all does")
+        return Report(
+            model={"path": str(facts.path), "name": facts.name, "architecture": facts.architecture, "file_bytes": facts.file_bytes},
+            setup={
+                "device": self.device.name,
+                "device_description": self.device.description,
+                "link_gbps": self.link / 1e9 or None,
+                "n_ubatch": options.n_ubatch,
+                "n_threads": self._threads,
+                "n_ctx": options.n_ctx,
+                "repeat": options.repeat,
+                "warmup": options.warmup,
+                "seed": options.seed,
+                "llama_cpp_python": version("llama-cpp-python"),
+                "ggml": ggml_version(),
+            },
+            rows=rows,
+            notes=notes,
+        )
+
+    # ---- paged ----
+
+    def _run_paged(self, run: _Run) -> None:
+        options, name = self.options, f"expert cache {run.expert_cache}"
+        base = Row(
+            run=name,
+            runner="tinyserve-gguf",
+            expert_cache=run.expert_cache,
+            tokens=self._tokens_name,
+            link_gbps=run.link_gbps or self.link / 1e9 or None,
+            link_throttled=run.link_gbps is not None,
+        )
+        free, start = self._free(), time.perf_counter()
+        try:
+            model = load(
+                options.path,
+                expert_cache=run.expert_cache,
+                policy=run.policy,
+                device=options.device,
+                n_ctx=options.n_ctx,
+                n_ubatch=options.n_ubatch,
+                n_threads=options.n_threads,
+                engine=options.engine,
+                link_gbps=run.link_gbps,
+                progress=self._loading(f"{name}, {run.policy}"),
+            )
+        except TinyserveError as error:
+            self._failed(base, error)
+            return
+        with model:
+            base = self._placed(replace(base, load_seconds=time.perf_counter() - start), model)
+            needle = hide(model, options.needle, options.text, options.seed) if options.needle else None
+            self._measure(base, model.native, model.options, lambda: model.stats().pager, free)
+            if needle:
+                self._seek(base, model, needle)
+
+    def _placed(self, base: Row, model: Model) -> Row:
+        """The row of a run, completed by what was decided when the model was loaded."""
+        pager = model.stats().pager
+        resident = pager is None or pager.all_resident
+        parts = [base.run]
+        if not resident:
+            parts.append(model.policy)
+        if self.options.engine != "auto":
+            parts.append(f"{self.options.engine} engine")
+        if base.link_throttled:
+            parts.append(f"link {base.link_gbps:g} GB/s (throttled)")
+        if pager is None:
+            return replace(base, run=", ".join(parts), all_resident=True)
+        if not resident:
+            k = tightest_split(self.facts, pager.pool_bytes + pager.stage_bytes)
+            self._budgets.setdefault(k, []).append(base.run)
+        return replace(
+            base,
+            run=", ".join(parts),
+            policy=None if resident else model.policy,
+            engine=model.engine,
+            all_resident=resident,
+            expert_bytes=pager.pool_bytes,
+            stage_bytes=pager.stage_bytes,
+        )
+
+    def _seek(self, base: Row, model: Model, needle: Needle) -> None:
+        self._show(f"{base.run}: needle")
+        try:
+            answer = look(model, needle, self._tick)
+        except CapacityError as error:
+            self._failed(base, error)
+            return
+        stats = answer.stats
+        row = replace(
+            base,
+            test=f"needle{self.options.needle}",
+            n_tokens=len(needle.tokens),
+            depth=0,
+            tokens=self._tokens_name if self.options.text else "generated text",
+            repeats=1,
+            rate=stats.decode_rate,
+            ttft_ms=stats.prefill_seconds * 1e3,
+            hit_rate=stats.hit_rate,
+            mb_per_token=stats.mb_per_token if stats.decode else None,
+            number=needle.number,
+            needle_at=needle.at,
+            found=answer.found,
+            reply=answer.reply,
+        )
+        self.rows.append(row)
+
+    # ---- llama.cpp alone ----
+
+    def _run_full(self) -> None:
+        options = self.options
+        need = full_bytes(self.facts, options.n_ctx, options.n_ubatch)
+        free = self._free()
+        if free is not None and need > free:
+            self.notes.append(
+                f"{label(self.facts, 0, self.device)}: not measured, it needs about {need / GIB:.1f} GiB and {free / GIB:.1f} GiB are free"
+            )
+        else:
+            self._run_stock(0)
+
+    def _run_splits(self) -> None:
+        """All experts on the CPU, and for the memory of every expert cache the split that makes the most of it."""
+        end = all_on_cpu(self.facts)
+        if self.device.is_cpu:
+            full = label(self.facts, 0, self.device)
+            self.notes.append(f"{label(self.facts, end, self.device)}, or some by --n-cpu-moe: on this device that is {full!r}, not measured twice")
+            return
+        self._run_stock(end)
+        for k, caches in sorted(self._budgets.items()):
+            names = ", ".join(dict.fromkeys(caches))
+            if 0 < k < end:
+                self.notes.append(f"{label(self.facts, k, self.device)} is llama.cpp's best at the device memory of {names}")
+                self._run_stock(k)
+            else:
+                self.notes.append(f"llama.cpp's best at the device memory of {names} is {label(self.facts, k, self.device)!r}")
+
+    def _run_stock(self, n_cpu_moe: int) -> None:
+        options, name = self.options, label(self.facts, n_cpu_moe, self.device)
+        base = Row(
+            run=name,
+            runner="llama.cpp",
+            tokens=self._tokens_name,
+            n_cpu_moe=n_cpu_moe,
+            all_resident=n_cpu_moe == 0,
+            expert_bytes=resident_bytes(self.facts, n_cpu_moe),
+        )
+        free, start = self._free(), time.perf_counter()
+        try:
+            native = open_stock(self.facts, self.device, n_cpu_moe, self._loading(name))
+        except ModelFileError as error:  # the file is good: it was read above
+            self._failed(base, error)
+            return
+        with closing(native):
+            context = ContextOptions(n_ctx=options.n_ctx, n_batch=options.n_ubatch, n_ubatch=options.n_ubatch, n_threads=self._threads)
+            self._measure(replace(base, load_seconds=time.perf_counter() - start), native, context, lambda: None, free)
+
+    # ---- shared ----
+
+    def _measure(
+        self, base: Row, native: NativeModel, options: ContextOptions, snapshot: Callable[[], PagerStats | None], free_before: int | None
+    ) -> None:
+        """All tests of one run, in one context."""
+        if not self.options.cases:
+            return
+        try:
+            context = NativeContext(native, options)
+        except CapacityError as error:
+            self._failed(base, error)
+            return
+        with closing(context):
+            subject = Subject(context, self._source(native), snapshot, self._tick)
+            for case in self.options.cases:
+                self._show(f"{base.run}: {case.name}")
+                row = measured_row(base, measure(subject, case, self.options.repeat, self.options.warmup))
+                free = self._free()
+                self.rows.append(replace(row, device_bytes=None if free is None or free_before is None else free_before - free))
+
+    def _source(self, native: NativeModel) -> TokenSource:
+        options = self.options
+        if options.text is not None and not self._text_tokens:
+            self._text_tokens = tuple(native.tokenize(options.text, add_special=True, parse_special=False))
+            if len(self._text_tokens) < options.n_ctx:
+                self.notes.append(f"{options.text_name} holds {len(self._text_tokens)} tokens: longer tests read it again from its start")
+        return TokenSource(native.n_vocab, options.seed, self._text_tokens)
+
+    @property
+    def _threads(self) -> int:
+        return self.options.n_threads or default_threads()
+
+    @property
+    def _tokens_name(self) -> str:
+        return "random" if self.options.text is None else f"text {self.options.text_name}"
+
+    def _free(self) -> int | None:
+        """Free device memory now. None on the CPU, where other programs change it all the time."""
+        return None if self.device.is_cpu else pick_device(self.device.name).memory_free
+
+    def _failed(self, base: Row, error: TinyserveError) -> None:
+        """A run that does not fit is one row; the others go on. Everything else ends the benchmark."""
+        self._tick()
+        if isinstance(error, CapacityError) or base.runner == "llama.cpp":
+            self.rows.append(replace(base, tokens=None, error=str(error)))
+        else:
+            raise error
+
+    def _tick(self) -> None:
+        if self._watch.stopped():
+            raise KeyboardInterrupt
+
+    def _show(self, text: str) -> None:
+        stock = self.options.baseline * (2 + len(self._runs))  # at most: full, all on the CPU, a split per expert cache
+        total = (len(self._runs) + stock) * (len(self.options.cases) + 1) + len(self._runs) * bool(self.options.needle)
+        self._watch.show(text, min(1.0, self._done / total))
+        self._done += 1
+
+    def _loading(self, name: str) -> Callable[[float], bool]:
+        """The callback of a load. It must not raise: llama.cpp calls it."""
+        self._show(f"{name}: loading")
+        return lambda _fraction: not self._watch.stopped()

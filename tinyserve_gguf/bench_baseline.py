@@ -1,0 +1,69 @@
+"""llama.cpp alone on the same file: everything on the device, or the experts of the first K blocks on the CPU, as its own `--n-cpu-moe K` does."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from tinyserve_gguf import _llama
+from tinyserve_gguf._llama import NativeModel, Offload
+from tinyserve_gguf._shim import Device
+from tinyserve_gguf.facts import ModelFacts
+from tinyserve_gguf.plan import context_bytes
+
+_EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # LLM_FFN_EXPS_REGEX of llama.cpp; biases go along with their weights
+
+
+def all_on_cpu(facts: ModelFacts) -> int:
+    """The least K with which `--n-cpu-moe K` leaves no expert on the device."""
+    return max((layer.block + 1 for layer in facts.expert_layers), default=0)
+
+
+def resident_bytes(facts: ModelFacts, n_cpu_moe: int) -> int:
+    """Device memory of the experts that `--n-cpu-moe` leaves there."""
+    return sum(layer.n_bytes for layer in facts.expert_layers if layer.block >= n_cpu_moe)
+
+
+def tightest_split(facts: ModelFacts, budget: int) -> int:
+    """The least K whose experts on the device take no more than `budget` bytes: the fastest, because every block left on the device is one that the
+    CPU does not compute."""
+    return next(k for k in range(all_on_cpu(facts) + 1) if resident_bytes(facts, k) <= budget)
+
+
+def cpu_pattern(facts: ModelFacts, n_cpu_moe: int) -> str:
+    """Regular expression over the names of the tensors that go to the CPU; empty for none."""
+    if n_cpu_moe == 0:
+        return ""
+    if n_cpu_moe >= all_on_cpu(facts):
+        return _EXPERTS
+    return rf"blk\.({'|'.join(map(str, range(n_cpu_moe)))})" + _EXPERTS
+
+
+def label(facts: ModelFacts, n_cpu_moe: int, device: Device) -> str:
+    """What such a row is called."""
+    if n_cpu_moe == 0:
+        return f"llama.cpp, everything on {device.name}"
+    if n_cpu_moe >= all_on_cpu(facts):
+        return "llama.cpp, all experts on the CPU"
+    return f"llama.cpp --n-cpu-moe {n_cpu_moe}"
+
+
+def full_bytes(facts: ModelFacts, n_ctx: int, n_ubatch: int) -> int:
+    """An estimate of the device memory that llama.cpp needs to hold everything there."""
+    return facts.device_bytes + facts.expert_bytes + context_bytes(facts, n_ctx, n_ubatch)
+
+
+def open_stock(facts: ModelFacts, device: Device, n_cpu_moe: int, progress: Callable[[float], bool]) -> NativeModel:
+    """The model by llama.cpp alone. Weights are not repacked, as in a paged model. Experts on the CPU are not mapped but read into page-locked
+    memory: llama.cpp itself recommends it for speed."""
+    if device.is_cpu:
+        return NativeModel(str(facts.path), None, extra_bufts=False, progress=progress)
+    pattern = cpu_pattern(facts, n_cpu_moe)
+    offload = Offload(device.handle, pattern, _cpu_buffer_type() if pattern else 0)
+    return NativeModel(str(facts.path), offload, extra_bufts=False, mmap=not pattern, progress=progress)
+
+
+def _cpu_buffer_type() -> int:
+    function = _llama.library().ggml_backend_cpu_buffer_type
+    function.restype = ctypes.c_void_p
+    return int(function())

@@ -1,0 +1,154 @@
+"""Timing of one test on one open context: a prompt read at once ("pp"), or tokens decoded one by one ("tg"), as llama-bench names them.
+
+Nothing here knows whose context it is, so llama.cpp alone and a paged model are timed by the very same code. No text is sampled: the tokens to read
+are given, and all runs read the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from itertools import cycle, islice
+
+from tinyserve_gguf._llama import NativeContext
+from tinyserve_gguf._shim import Counts, PagerStats
+from tinyserve_gguf.stats import phases
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One test: `n` tokens after `depth` tokens that are already in the context."""
+
+    kind: str  # "pp" or "tg"
+    n: int
+    depth: int
+
+    @property
+    def name(self) -> str:
+        """ "pp512", "tg64 @ d4096": as llama-bench writes it."""
+        return f"{self.kind}{self.n}" + (f" @ d{self.depth}" if self.depth else "")
+
+    def n_ctx(self, repeat: int, warmup: int) -> int:
+        """Tokens of context that the test needs."""
+        return self.depth + self.n if self.kind == "pp" else max(self.depth, warmup) + repeat * self.n
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSource:
+    """Where the tokens come from: the given text, over and over, or random ones. Every stream starts at the beginning."""
+
+    n_vocab: int
+    seed: int
+    text: tuple[int, ...] = ()
+
+    def stream(self) -> Iterator[int]:
+        return cycle(self.text) if self.text else _random_tokens(self.n_vocab, self.seed)
+
+
+def _random_tokens(n_vocab: int, seed: int) -> Iterator[int]:
+    rng = random.Random(seed)
+    while True:
+        yield rng.randrange(n_vocab)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is measured. `tick` is called outside the timed stretches and may raise to end the run."""
+
+    context: NativeContext
+    source: TokenSource
+    snapshot: Callable[[], PagerStats | None]  # counters of the expert cache; None where nothing is paged
+    tick: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Times in seconds."""
+
+    case: Case
+    repeats: tuple[float, ...]  # each for case.n tokens
+    first: tuple[float, ...]  # pp: from the prompt to its next token, of every repeat
+    steps: tuple[float, ...]  # tg: every single token of all repeats
+    counts: Counts | None  # of the timed stretches alone
+    host_seconds: float | None = None  # tg: what the shim took of the calling thread
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens per second of every repeat."""
+        return [self.case.n / seconds for seconds in self.repeats]
+
+
+def measure(subject: Subject, case: Case, repeat: int, warmup: int) -> Measured:
+    """Run one test, `repeat` times after a warm-up. `warmup`: tokens decoded before a tg test, so that the cache holds what decode uses."""
+    return _measure_prefill(subject, case, repeat) if case.kind == "pp" else _measure_decode(subject, case, repeat, warmup)
+
+
+def _measure_prefill(subject: Subject, case: Case, repeat: int) -> Measured:
+    """The first run has the same shape and is not counted: it warms up allocators and kernels."""
+    context, stream = subject.context, subject.source.stream()
+    seconds, first, counts = [], [], []
+    for run in range(1 + repeat):
+        if run == 0 or case.depth == 0 or not context.keep(case.depth):
+            context.clear()
+            _read(subject, list(islice(stream, case.depth)), 0)
+        tokens, before = list(islice(stream, case.n)), subject.snapshot()
+        start = time.perf_counter()
+        _read(subject, tokens, case.depth)
+        read_at = time.perf_counter()
+        context.logits().argmax()  # a greedy pick
+        picked_at = time.perf_counter()
+        if run > 0:
+            seconds.append(read_at - start)
+            first.append(picked_at - start)
+            counts.append(phases(subject.snapshot(), before))
+    return Measured(case, tuple(seconds), tuple(first), (), total(counts))
+
+
+def _measure_decode(subject: Subject, case: Case, repeat: int, warmup: int) -> Measured:
+    """The warm-up ends where the timing starts: at `depth`, or after `warmup` tokens if that is more. Repeats go on from there."""
+    context, stream = subject.context, subject.source.stream()
+    at = max(case.depth, warmup)
+    context.clear()
+    _read(subject, list(islice(stream, at - warmup)), 0)
+    for position in range(at - warmup, at):
+        _step(subject, next(stream), position)
+    before, steps = subject.snapshot(), []
+    for position in range(at, at + repeat * case.n):
+        subject.tick()
+        steps.append(_step(subject, next(stream), position))
+    seconds = tuple(sum(steps[i : i + case.n]) for i in range(0, len(steps), case.n))
+    after = subject.snapshot()
+    host = (after.notes.host_ns - before.notes.host_ns) / 1e9 if after and before else None
+    return Measured(case, seconds, (), tuple(steps), phases(after, before), host)
+
+
+def _read(subject: Subject, tokens: Sequence[int], start: int) -> None:
+    context = subject.context
+    for at in range(0, len(tokens), context.n_batch):
+        subject.tick()
+        chunk = tokens[at : at + context.n_batch]
+        context.decode(chunk, start + at, want_logits=at + len(chunk) == len(tokens))
+    context.synchronize()
+
+
+def _step(subject: Subject, token: int, position: int) -> float:
+    """Seconds of one decoded token."""
+    start = time.perf_counter()
+    subject.context.decode([token], position, want_logits=True)
+    subject.context.synchronize()
+    return time.perf_counter() - start
+
+
+def total(counts: Sequence[Counts | None]) -> Counts | None:
+    """The sum; None if any of them is."""
+    known = [astuple(c) for c in counts if c is not None]
+    return Counts(*map(sum, zip(*known, strict=True))) if len(known) == len(counts) > 0 else None
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that `share` (0..1) of all values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
