@@ -107,7 +107,7 @@ class Bench:
             raise OptionError(f"--link-gbps {options.link_gbps:g} is above the {self.link / 1e9:.1f} GB/s that this link reaches: give less")
 
     def _plan_runs(self) -> list[_Run]:
-        """Expert caches with their policies. Where all experts are resident one policy is enough, because it decides nothing, and the link is idle."""
+        """Expert caches with their policies. Where all experts are resident one policy is enough, as it decides nothing, and the link is idle."""
         options, runs = self.options, list[_Run]()
         for cache in dict.fromkeys(options.expert_caches):
             try:

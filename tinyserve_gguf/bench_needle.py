@@ -85,10 +85,10 @@ def _sentence(number: str) -> str:
 
 
 def _insert(text: str, at: float, number: str) -> tuple[str, float]:
-    """`text` with the needle at the end of the sentence (or else of the word) at `at`, and where that is."""
+    """`text` with the needle at the end of the sentence (or else of the word) at `at`, and where that is. Not every script has spaces."""
     start = int(at * len(text))
-    ends = [found + 1 for end in (". ", ".\n", "\n", " ") if (found := text.find(end, start)) >= 0]
-    cut = ends[0] if ends else len(text)
+    ends = [found + 1 for end in (". ", ".\n", "\n", " ") if (found := text.find(end, start, start + 200)) >= 0]
+    cut = ends[0] if ends else start
     return f"{text[:cut].rstrip()} {_sentence(number)} {text[cut:].lstrip()}".strip(), cut / len(text)
 
 

@@ -160,7 +160,8 @@ static void a_policy_that_does_not_exist(void) {
     CHECK(rig_failed(tsg_pager_set_policy(pager, (enum tsg_policy) 5), TSG_E_ARGUMENT, "5"));
     CHECK(rig_failed(tsg_pager_set_policy(pager, (enum tsg_policy) -1), TSG_E_ARGUMENT, "-1"));
     tsg_pager_free(pager);
-    CHECK(rig_failed(tsg_pager_new(ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0), (enum tsg_policy) 5, TSG_ENGINE_HOST, &pager), TSG_E_ARGUMENT, "5"));
+    ggml_backend_dev_t cpu = ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0);
+    CHECK(rig_failed(tsg_pager_new(cpu, (enum tsg_policy) 5, TSG_ENGINE_HOST, &pager), TSG_E_ARGUMENT, "5"));
 }
 
 // ---- before commit ----
@@ -314,7 +315,8 @@ static void the_device_is_the_inner_one_but_a_gpu(void) {
     ggml_backend_buffer_type_t    cpu = ggml_backend_cpu_buffer_type();
     struct ggml_backend_dev_props props;
     ggml_backend_dev_get_props(dev, &props);
-    CHECK(props.type == GGML_BACKEND_DEVICE_TYPE_GPU && ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_GPU && !props.caps.buffer_from_host_ptr);
+    CHECK(props.type == GGML_BACKEND_DEVICE_TYPE_GPU && ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_GPU);
+    CHECK(!props.caps.buffer_from_host_ptr);
     CHECK(strcmp(ggml_backend_dev_name(dev), "CPU") == 0 && strcmp(ggml_backend_name(rig.paged.backend), "CPU") == 0);
     CHECK(ggml_backend_get_device(rig.paged.backend) == dev && ggml_backend_dev_buffer_type(dev) == cpu);
     ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(dev);
