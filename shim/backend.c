@@ -80,6 +80,10 @@ static void tsg_backend_graph_optimize(ggml_backend_t backend, struct ggml_cgrap
 }
 
 ggml_backend_t tsg_backend_new(struct tsg_pager * pager, const char * params) {
+    if (!pager->committed) {
+        tsg_fail(TSG_E_STATE, "commit the pager before its device is used");
+        return NULL;
+    }
     ggml_backend_t       inner = ggml_backend_dev_init(pager->inner, params);
     struct tsg_backend * self  = calloc(1, sizeof(struct tsg_backend));
     struct tsg_engine *  engine = inner && self ? tsg_engine_new(pager, inner) : NULL;

@@ -28,9 +28,26 @@ struct host_buffer {
     ggml_backend_buffer_t memory;
 };
 
+// The model goes: from now on there is nothing to load from.
+static void forget_weights(struct tsg_pager * pager, const uint8_t * base, size_t size) {
+    mtx_lock(&pager->lock);
+    for (int32_t l = 0; l < pager->n_layers; l++) {
+        for (int32_t p = 0; p < pager->layers[l]->n_parts; p++) {
+            struct tsg_weight * w = &pager->layers[l]->weight[p];
+            if (w->host >= base && w->host < base + size) {
+                w->host      = NULL;
+                w->arrived   = 0;
+                pager->ready = false;
+            }
+        }
+    }
+    mtx_unlock(&pager->lock);
+}
+
 static void tsg_buffer_free(ggml_backend_buffer_t buffer) {
     struct host_buffer * host = buffer->context;
     host->pager->host_bytes -= buffer->size;
+    forget_weights(host->pager, ggml_backend_buffer_get_base(host->memory), buffer->size);
     ggml_backend_buffer_free(host->memory);
     tsg_pager_unref(host->pager);
     free(host);

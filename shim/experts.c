@@ -38,7 +38,7 @@ void tsg_pager_reset_stats(struct tsg_pager * pager) {
     tsg_resident_reset_counts(pager);
     memset(pager->counts, 0, sizeof(pager->counts));
     pager->notes = (struct tsg_notes) { 0 };
-    for (int32_t i = 0; i < pager->n_pools; i++) {
+    for (int32_t i = 0; i < pager->n_pools && pager->committed; i++) {
         struct tsg_slots * slots = &pager->pools[i].slots;
         memset(slots->hits, 0, sizeof(uint64_t) * (size_t) slots->n_experts);
         memset(slots->misses, 0, sizeof(uint64_t) * (size_t) slots->n_experts);
@@ -90,20 +90,30 @@ static struct tsg_layer * find(struct tsg_pager * pager, int32_t layer, int32_t 
     return pager->layers[layer];
 }
 
+// The same, once there are slots (and, to change them, something to load from).
+static enum tsg_status find_in(struct tsg_pager * pager, bool there, int32_t layer, int32_t expert, int32_t part, struct tsg_layer ** out) {
+    *out = find(pager, layer, expert, part);
+    if (!*out) {
+        return TSG_E_ARGUMENT;
+    }
+    return there ? TSG_OK : tsg_fail(TSG_E_STATE, "the model is not loaded");
+}
+
 static struct tsg_expert describe(const struct tsg_slots * slots, int32_t id) {
     return (struct tsg_expert) {
         .slot     = slots->slot_of[id],
         .pinned   = slots->pinned[id],
         .hits     = slots->hits[id],
         .misses   = slots->misses[id],
-        .last_use = slots->use[id].last / slots->period,
+        .last_use = slots->use[id].last ? 1 + (slots->use[id].last - 2) / slots->period : 0,  // the first step is tick 2
     };
 }
 
 enum tsg_status tsg_expert_get(struct tsg_pager * pager, int32_t layer, int32_t expert, struct tsg_expert * out) {
-    struct tsg_layer * l = find(pager, layer, expert, 0);
-    if (!l) {
-        return TSG_E_ARGUMENT;
+    struct tsg_layer *    l;
+    const enum tsg_status found = find_in(pager, pager->committed, layer, expert, 0, &l);
+    if (found != TSG_OK) {
+        return found;
     }
     mtx_lock(&pager->lock);
     tsg_resident_to_host(pager);
@@ -113,9 +123,10 @@ enum tsg_status tsg_expert_get(struct tsg_pager * pager, int32_t layer, int32_t 
 }
 
 enum tsg_status tsg_expert_get_layer(struct tsg_pager * pager, int32_t layer, struct tsg_expert * out) {
-    struct tsg_layer * l = find(pager, layer, 0, 0);
-    if (!l) {
-        return TSG_E_ARGUMENT;
+    struct tsg_layer *    l;
+    const enum tsg_status found = find_in(pager, pager->committed, layer, 0, 0, &l);
+    if (found != TSG_OK) {
+        return found;
     }
     mtx_lock(&pager->lock);
     tsg_resident_to_host(pager);
@@ -141,10 +152,13 @@ enum tsg_status tsg_expert_host(struct tsg_pager * pager, int32_t layer, int32_t
 }
 
 enum tsg_status tsg_expert_read_slot(struct tsg_pager * pager, int32_t layer, int32_t expert, int32_t part, void * data, size_t size) {
-    struct tsg_layer * l = find(pager, layer, expert, part);
-    if (!l || size != l->weight[part].bytes) {
-        return l ? tsg_fail(TSG_E_ARGUMENT, "%s has %zu bytes an expert, not %zu", l->weight[part].name, l->weight[part].bytes, size)
-                 : TSG_E_ARGUMENT;
+    struct tsg_layer *    l;
+    const enum tsg_status found = find_in(pager, pager->ready, layer, expert, part, &l);
+    if (found != TSG_OK) {
+        return found;
+    }
+    if (size != l->weight[part].bytes) {
+        return tsg_fail(TSG_E_ARGUMENT, "%s has %zu bytes an expert, not %zu", l->weight[part].name, l->weight[part].bytes, size);
     }
     enum tsg_status status = TSG_OK;
     mtx_lock(&pager->lock);
@@ -178,9 +192,10 @@ static enum tsg_status make_resident(struct tsg_pager * pager, struct tsg_layer 
 }
 
 enum tsg_status tsg_expert_pin(struct tsg_pager * pager, int32_t layer, int32_t expert, bool pin) {
-    struct tsg_layer * l = find(pager, layer, expert, 0);
-    if (!l) {
-        return TSG_E_ARGUMENT;
+    struct tsg_layer *    l;
+    const enum tsg_status found = find_in(pager, pager->ready, layer, expert, 0, &l);
+    if (found != TSG_OK) {
+        return found;
     }
     struct tsg_pool * pool   = &pager->pools[l->pool];
     enum tsg_status   status = TSG_OK;
@@ -200,9 +215,10 @@ enum tsg_status tsg_expert_pin(struct tsg_pager * pager, int32_t layer, int32_t 
 }
 
 enum tsg_status tsg_expert_prefetch(struct tsg_pager * pager, int32_t layer, int32_t expert) {
-    struct tsg_layer * l = find(pager, layer, expert, 0);
-    if (!l) {
-        return TSG_E_ARGUMENT;
+    struct tsg_layer *    l;
+    const enum tsg_status found = find_in(pager, pager->ready, layer, expert, 0, &l);
+    if (found != TSG_OK) {
+        return found;
     }
     mtx_lock(&pager->lock);
     tsg_resident_to_host(pager);
@@ -212,9 +228,10 @@ enum tsg_status tsg_expert_prefetch(struct tsg_pager * pager, int32_t layer, int
 }
 
 enum tsg_status tsg_expert_evict(struct tsg_pager * pager, int32_t layer, int32_t expert) {
-    struct tsg_layer * l = find(pager, layer, expert, 0);
-    if (!l) {
-        return TSG_E_ARGUMENT;
+    struct tsg_layer *    l;
+    const enum tsg_status found = find_in(pager, pager->ready, layer, expert, 0, &l);
+    if (found != TSG_OK) {
+        return found;
     }
     struct tsg_pool * pool   = &pager->pools[l->pool];
     enum tsg_status   status = TSG_OK;

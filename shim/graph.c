@@ -31,6 +31,11 @@ bool tsg_graph_scan(struct tsg_graph * g, struct tsg_pager * pager, struct ggml_
             tsg_fail(TSG_E_STATE, "%s is used through a view, which cannot be paged", node->src[0]->name);
             return false;
         }
+        if (node->src[2]->ne[0] > w->layer->n_used) {  // the engine's slot ids have room for n_used
+            tsg_fail(TSG_E_STATE, "%s: the graph wants %lld experts a token, planned were %d", w->name, (long long) node->src[2]->ne[0],
+                     w->layer->n_used);
+            return false;
+        }
         struct tsg_step * last = g->n_steps ? &g->steps[g->n_steps - 1] : NULL;
         if (last && last->ids == node->src[2] && last->layer == w->layer) {
             continue;

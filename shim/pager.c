@@ -37,6 +37,9 @@ void tsg_pager_unref(struct tsg_pager * pager) {
 }
 
 enum tsg_status tsg_pager_new(void * inner_device, enum tsg_policy policy, enum tsg_engine_kind engine, struct tsg_pager ** out) {
+    if (policy < TSG_POLICY_LFRU || policy > TSG_POLICY_FIFO) {
+        return tsg_fail(TSG_E_ARGUMENT, "there is no policy %d", (int) policy);
+    }
     struct tsg_pager * pager = calloc(1, sizeof(struct tsg_pager));
     if (!pager) {
         return tsg_fail(TSG_E_MEMORY, "no memory for a pager");
@@ -234,6 +237,12 @@ static enum tsg_status commit_pool(struct tsg_pager * pager, struct tsg_pool * p
     return tsg_pool_alloc(pager, pool);
 }
 
+static void free_pools(struct tsg_pager * pager) {
+    for (int32_t i = 0; i < pager->n_pools; i++) {
+        tsg_pool_free(&pager->pools[i]);
+    }
+}
+
 enum tsg_status tsg_pager_commit(struct tsg_pager * pager) {
     if (pager->committed) {
         return tsg_fail(TSG_E_STATE, "a pager is committed once");
@@ -241,10 +250,12 @@ enum tsg_status tsg_pager_commit(struct tsg_pager * pager) {
     for (int32_t i = 0; i < pager->n_pools; i++) {
         const enum tsg_status status = commit_pool(pager, &pager->pools[i]);
         if (status != TSG_OK) {
+            free_pools(pager);
             return status;
         }
     }
     if (!pin_tables(pager)) {
+        free_pools(pager);
         return tsg_fail(TSG_E_MEMORY, "no host memory for the experts' biases and scales");
     }
     for (int32_t i = 0; i < pager->n_layers; i++) {
@@ -279,6 +290,9 @@ static enum tsg_status choose_engine(struct tsg_pager * pager) {
 }
 
 enum tsg_status tsg_pager_ready(struct tsg_pager * pager) {
+    if (!pager->committed) {
+        return tsg_fail(TSG_E_STATE, "a pager is committed before it is loaded");
+    }
     for (int32_t i = 0; i < pager->n_layers; i++) {
         for (int32_t p = 0; p < pager->layers[i]->n_parts; p++) {
             const struct tsg_weight * w    = &pager->layers[i]->weight[p];
@@ -293,7 +307,9 @@ enum tsg_status tsg_pager_ready(struct tsg_pager * pager) {
             tsg_slots_fill(&pager->pools[i].slots);
         }
     }
-    return choose_engine(pager);
+    const enum tsg_status status = choose_engine(pager);
+    pager->ready                 = status == TSG_OK;
+    return status;
 }
 
 const char * tsg_pager_engine(struct tsg_pager * pager) {

@@ -87,6 +87,7 @@ struct tsg_pager {
     mtx_t                           lock;  // held while a graph is computed and while slots change by hand
     struct tsg_engine *             active;  // whose kernels may still read slots
     bool                            committed;
+    bool                            ready;     // the host pool is complete
     enum tsg_engine_kind            engine;    // what the caller asked for
     struct tsg_resident *           resident;  // slot maps and kernels on a CUDA device, NULL: host-driven
     struct tsg_notes                notes;

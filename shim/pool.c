@@ -64,6 +64,8 @@ void tsg_pool_free(struct tsg_pool * pool) {
     ggml_backend_buffer_free(pool->stage_buffer);
     ggml_free(pool->ctx);
     ggml_free(pool->stage_ctx);
+    pool->buffer = pool->stage_buffer = NULL;  // a commit that failed half-way may be tried again
+    pool->ctx = pool->stage_ctx = NULL;
 }
 
 // ---- copies ----

@@ -138,6 +138,17 @@ static void protect(struct tsg_slots * slots, int32_t expert) {
 
 // ---- a layer step ----
 
+// A step that cannot be met did not happen.
+static int32_t give_up(struct tsg_slots * slots, const int32_t * slot, int32_t n) {
+    for (int32_t i = 0; i < n; i++) {
+        if (slot[i] >= 0) {
+            slots->in_step[slot[i]] = 0;
+        }
+    }
+    slots->clock--;
+    return -1;
+}
+
 int32_t tsg_slots_acquire(struct tsg_slots * slots, const int32_t * experts, int32_t n, enum tsg_phase phase, enum tsg_admit admit,
                           int32_t max_loads, int32_t * slot, struct tsg_load * loads, struct tsg_counts * counts) {
     slots->clock++;
@@ -157,7 +168,7 @@ int32_t tsg_slots_acquire(struct tsg_slots * slots, const int32_t * experts, int
     if (wanted > (int32_t) (sizeof(few) / sizeof(few[0]))) {
         victims = malloc(sizeof(struct candidate) * (size_t) wanted);
         if (!victims) {
-            return -1;
+            return give_up(slots, slot, n);
         }
     }
     const int32_t n_victims = find_victims(slots, wanted, admit == TSG_ADMIT_FREE, victims);
@@ -165,7 +176,7 @@ int32_t tsg_slots_acquire(struct tsg_slots * slots, const int32_t * experts, int
         if (victims != few) {
             free(victims);
         }
-        return -1;
+        return give_up(slots, slot, n);
     }
 
     // First all loads, then all counts, then all promotions: the order in which resident.cu, where threads run side by side, can do it too.
@@ -217,6 +228,7 @@ bool tsg_slots_load(struct tsg_slots * slots, int32_t expert, struct tsg_load * 
     slots->clock++;
     struct candidate victim;
     if (find_victims(slots, 1, false, &victim) == 0) {
+        slots->clock--;
         return false;
     }
     load(slots, expert, victim.slot, counts);
