@@ -15,7 +15,8 @@ enum tsg_event {
     TSG_EV_CAPTURE_OUT,
     TSG_EV_STAGE_FREE,   // and the next: one per stage
     TSG_EV_STAGE_READY = TSG_EV_STAGE_FREE + 2,
-    TSG_N_EVENTS       = TSG_EV_STAGE_READY + 2,
+    TSG_EV_SIDE_READY  = TSG_EV_STAGE_READY + 2,
+    TSG_N_EVENTS       = TSG_EV_SIDE_READY + 2,
 };
 
 #define TSG_MAX_REPLAYS 8  // captured graphs kept per context: llama.cpp changes its graph about every 256 tokens, and per batch shape
@@ -25,10 +26,9 @@ struct tsg_resident {
     struct tsg_cuda *        cuda;
     bool                     on_device;    // where the slot maps are
     uint64_t                 ps_per_byte;  // a slower link for what-if runs, 0 = the real one
-    tsg_cu_ptr               mark;         // a time stamp for it
-    tsg_cu_ptr *             pools;        // [n_pools] -> struct tsg_dev_pool, 0 for pools that hold everything
-    tsg_cu_ptr *             layers;       // [n_layers] -> struct tsg_dev_layer
-    struct tsg_dev_pool *    mirror;       // [n_pools] host copies: addresses of the arrays
+    tsg_cu_ptr               link;         // the same on the device, and behind it room for a time stamp
+    struct tsg_dev_pool *    pool;         // [n_pools] what the kernels get; empty for pools that hold everything
+    struct tsg_dev_layer *   layer;        // [n_layers]
     struct tsg_dev_counts ** page;         // [n_pools] mapped host memory that the kernel writes
     struct tsg_dev_counts *  base;         // [n_pools] what was on the page at the last reset
     int64_t                  free_rows;    // the smallest number of unpinned slots of a pool
@@ -59,6 +59,7 @@ struct tsg_engine {
 
     // CUDA only
     tsg_cu_stream        stream;     // ours: joined with the inner one by events
+    tsg_cu_stream        side;       // prefill: copies on the device beside those over the link
     ggml_backend_event_t event[TSG_N_EVENTS];
     uint64_t             flip;       // see tsg_engine_compute_plain()
     struct tsg_replay    replays[TSG_MAX_REPLAYS];
@@ -86,6 +87,7 @@ enum ggml_status tsg_engine_compute_plain(struct tsg_engine * e, struct ggml_cgr
 
 // resident.c: where the slot maps are. The pager is locked.
 bool tsg_resident_to_device(struct tsg_pager * pager);
+bool tsg_resident_show_maps(struct tsg_pager * pager);  // copies slot_of for kernels that only read it; the maps stay on the host
 
 // replay.c
 bool             tsg_resident_engine_init(struct tsg_engine * e);  // false: no memory for streams and events

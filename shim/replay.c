@@ -29,17 +29,25 @@ bool tsg_inner_waits(struct tsg_engine * e, tsg_cu_stream stream, int event) {
     return true;
 }
 
-static bool launch_step(struct tsg_engine * e, const struct tsg_step * step, int32_t layer_index) {
+static bool launch_step(struct tsg_engine * e, const struct tsg_step * step, bool publish) {
     struct tsg_resident * r        = e->pager->resident;
-    tsg_cu_ptr            pool     = r->pools[step->layer->pool];
-    tsg_cu_ptr            layer    = r->layers[layer_index];
     tsg_cu_ptr            ids      = (tsg_cu_ptr) step->ids->data;
     int32_t               stride   = (int32_t) (step->ids->nb[1] / sizeof(int32_t));
     int32_t               n_used   = (int32_t) step->ids->ne[0];
     int32_t               n_tokens = (int32_t) step->ids->ne[1];
     tsg_cu_ptr            out      = (tsg_cu_ptr) e->slot_ids->data;
-    void * params[] = { &pool, &layer, &ids, &stride, &n_used, &n_tokens, &out, &r->ps_per_byte };
+    int32_t               show     = publish;
+    void * params[] = { &r->pool[step->layer->pool], &r->layer[step->layer->index], &ids, &stride, &n_used, &n_tokens, &out, &show, &r->link };
     return tsg_cuda_ok(r->cuda, r->cuda->launch(r->cuda->step, STEP_BLOCKS, 1, 1, TSG_STEP_THREADS, 1, 1, 0, e->stream, params, NULL), "cuLaunchKernel");
+}
+
+static bool is_last_of_pool(const struct tsg_engine * e, int i) {
+    for (int j = i + 1; j < e->graph.n_steps; j++) {
+        if (e->graph.steps[j].layer->pool == e->graph.steps[i].layer->pool && ggml_nelements(e->graph.steps[j].ids) > 0) {
+            return false;
+        }
+    }
+    return true;
 }
 
 // The graph in pieces with our kernel between them; issued to the device, or into a capture.
@@ -63,7 +71,7 @@ static enum ggml_status issue(struct tsg_engine * e, struct ggml_cgraph * graph,
             return status;
         }
         tsg_engine_shape_ids(e, step);
-        if (!tsg_ours_waits(e, e->stream, TSG_EV_STEP_IN) || !launch_step(e, step, step->layer->index) || !tsg_inner_waits(e, e->stream, TSG_EV_STEP_OUT) ||
+        if (!tsg_ours_waits(e, e->stream, TSG_EV_STEP_IN) || !launch_step(e, step, is_last_of_pool(e, i)) || !tsg_inner_waits(e, e->stream, TSG_EV_STEP_OUT) ||
             !tsg_graph_use_slots(&e->graph, graph, step, pool, e->slot_ids, e->repeats)) {
             return GGML_STATUS_FAILED;
         }
@@ -124,6 +132,19 @@ static bool capture(struct tsg_engine * e, struct ggml_cgraph * graph, struct ts
     return ok;
 }
 
+// For weights that are not quantised ggml-cuda may multiply through a path that synchronises the stream, which a capture does not survive.
+static bool capturable(const struct tsg_engine * e) {
+    for (int i = 0; i < e->graph.n_steps; i++) {
+        const struct tsg_layer * layer = e->graph.steps[i].layer;
+        for (int32_t p = 0; p < layer->n_parts; p++) {
+            if (!ggml_is_quantized(layer->weight[p].type)) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
 bool tsg_resident_can(const struct tsg_engine * e, int64_t n_tokens) {
     const struct tsg_resident * r = e->pager->resident;
     if (!r || n_tokens > tsg_engine_slot_tokens(e)) {
@@ -163,7 +184,7 @@ enum ggml_status tsg_resident_decode(struct tsg_engine * e, struct ggml_cgraph *
     if (!tsg_cuda_enter(r->cuda) || !tsg_resident_to_device(e->pager)) {
         return GGML_STATUS_FAILED;
     }
-    if (graph->uid && !e->no_capture) {
+    if (graph->uid && !e->no_capture && capturable(e)) {
         struct tsg_replay * replay = find_replay(e, graph->uid);
         if (replay) {
             for (int i = 0; i < e->graph.n_steps; i++) {
@@ -189,7 +210,8 @@ bool tsg_resident_engine_init(struct tsg_engine * e) {
     if (!r || e->stream) {
         return true;
     }
-    if (!tsg_cuda_enter(r->cuda) || !tsg_cuda_ok(r->cuda, r->cuda->stream_create(&e->stream, TSG_CU_STREAM_NON_BLOCKING), "cuStreamCreate")) {
+    if (!tsg_cuda_enter(r->cuda) || !tsg_cuda_ok(r->cuda, r->cuda->stream_create(&e->stream, TSG_CU_STREAM_NON_BLOCKING), "cuStreamCreate") ||
+        !tsg_cuda_ok(r->cuda, r->cuda->stream_create(&e->side, TSG_CU_STREAM_NON_BLOCKING), "cuStreamCreate")) {
         return false;
     }
     for (size_t i = 0; i < sizeof(e->event) / sizeof(e->event[0]); i++) {
@@ -205,6 +227,7 @@ void tsg_resident_engine_free(struct tsg_engine * e) {
     }
     tsg_cuda_enter(r->cuda);
     r->cuda->stream_synchronize(e->stream);
+    r->cuda->stream_synchronize(e->side);
     for (int i = 0; i < TSG_MAX_REPLAYS; i++) {
         if (e->replays[i].exec) {
             r->cuda->exec_destroy(e->replays[i].exec);
@@ -214,4 +237,5 @@ void tsg_resident_engine_free(struct tsg_engine * e) {
         ggml_backend_event_free(e->event[i]);
     }
     r->cuda->stream_destroy(e->stream);
+    r->cuda->stream_destroy(e->side);
 }

@@ -25,7 +25,7 @@ static tsg_cu_ptr device_array(struct tsg_cuda * cuda, size_t size) {
 
 static bool make_pool(struct tsg_resident * r, const struct tsg_pool * pool, int32_t index) {
     struct tsg_cuda *     cuda = r->cuda;
-    struct tsg_dev_pool * m    = &r->mirror[index];
+    struct tsg_dev_pool * m    = &r->pool[index];
     const size_t n = (size_t) pool->n_experts, slots = (size_t) pool->n_slots;
     m->slot_of   = (int32_t *) device_array(cuda, n * sizeof(int32_t));
     m->expert_in = (int32_t *) device_array(cuda, slots * sizeof(int32_t));
@@ -33,8 +33,10 @@ static bool make_pool(struct tsg_resident * r, const struct tsg_pool * pool, int
     m->use       = (struct tsg_use *) device_array(cuda, n * sizeof(struct tsg_use));
     m->hits      = (uint64_t *) device_array(cuda, n * sizeof(uint64_t));
     m->misses    = (uint64_t *) device_array(cuda, n * sizeof(uint64_t));
-    r->pools[index] = device_array(cuda, sizeof(struct tsg_dev_pool));
-    if (!m->slot_of || !m->expert_in || !m->pinned || !m->use || !m->hits || !m->misses || !r->pools[index]) {
+    m->state     = (struct tsg_dev_state *) device_array(cuda, sizeof(struct tsg_dev_state));
+    m->period    = pool->slots.period;
+    m->n_slots   = pool->n_slots;
+    if (!m->slot_of || !m->expert_in || !m->pinned || !m->use || !m->hits || !m->misses || !m->state) {
         return false;
     }
     tsg_cu_ptr page = 0;
@@ -59,17 +61,17 @@ static bool add_bank(struct tsg_cuda * cuda, struct tsg_dev_layer * layer, const
 static bool make_layer(struct tsg_resident * r, struct tsg_pager * pager, int32_t index) {
     const struct tsg_layer * layer = pager->layers[index];
     const struct tsg_pool *  pool  = &pager->pools[layer->pool];
-    struct tsg_dev_layer     d     = { .first = layer->first, .n_expert = layer->n_expert };
+    struct tsg_dev_layer *   d     = &r->layer[index];
+    *d                             = (struct tsg_dev_layer) { .first = layer->first, .n_expert = layer->n_expert };
     for (int32_t p = 0; p < layer->n_parts; p++) {
         const struct tsg_weight * w = &layer->weight[p];
-        if (!add_bank(r->cuda, &d, w->host, pool->slot[p]->data, w->bytes) ||
-            (w->bias && !add_bank(r->cuda, &d, w->bias, pool->bias[p]->data, (size_t) w->ne1 * sizeof(float))) ||
-            (w->scale && !add_bank(r->cuda, &d, w->scale, pool->scale[p]->data, sizeof(float)))) {
+        if (!add_bank(r->cuda, d, w->host, pool->slot[p]->data, w->bytes) ||
+            (w->bias && !add_bank(r->cuda, d, w->bias, pool->bias[p]->data, (size_t) w->ne1 * sizeof(float))) ||
+            (w->scale && !add_bank(r->cuda, d, w->scale, pool->scale[p]->data, sizeof(float)))) {
             return false;
         }
     }
-    r->layers[index] = device_array(r->cuda, sizeof(d));
-    return r->layers[index] && tsg_cuda_ok(r->cuda, r->cuda->copy_to_device(r->layers[index], &d, sizeof(d)), "cuMemcpyHtoD");
+    return true;
 }
 
 void tsg_resident_free(struct tsg_pager * pager) {
@@ -79,9 +81,9 @@ void tsg_resident_free(struct tsg_pager * pager) {
     }
     tsg_cuda_enter(r->cuda);
     for (int32_t i = 0; i < pager->n_pools; i++) {
-        const struct tsg_dev_pool * m = &r->mirror[i];
+        const struct tsg_dev_pool * m = &r->pool[i];
         const tsg_cu_ptr arrays[] = { (tsg_cu_ptr) m->slot_of, (tsg_cu_ptr) m->expert_in, (tsg_cu_ptr) m->pinned, (tsg_cu_ptr) m->use,
-                                      (tsg_cu_ptr) m->hits,    (tsg_cu_ptr) m->misses,    r->pools[i] };
+                                      (tsg_cu_ptr) m->hits,    (tsg_cu_ptr) m->misses,    (tsg_cu_ptr) m->state };
         for (size_t a = 0; a < sizeof(arrays) / sizeof(arrays[0]); a++) {
             if (arrays[a]) {
                 r->cuda->memory_free(arrays[a]);
@@ -91,18 +93,12 @@ void tsg_resident_free(struct tsg_pager * pager) {
             r->cuda->host_free(r->page[i]);
         }
     }
-    for (int32_t i = 0; i < pager->n_layers; i++) {
-        if (r->layers[i]) {
-            r->cuda->memory_free(r->layers[i]);
-        }
-    }
-    if (r->mark) {
-        r->cuda->memory_free(r->mark);
+    if (r->link) {
+        r->cuda->memory_free(r->link);
     }
     tsg_cuda_close(r->cuda);
-    free(r->pools);
-    free(r->layers);
-    free(r->mirror);
+    free(r->pool);
+    free(r->layer);
     free(r->page);
     free(r->base);
     free(r);
@@ -128,16 +124,15 @@ bool tsg_resident_init(struct tsg_pager * pager) {
     }
     const size_t pools = (size_t) pager->n_pools;
     *r = (struct tsg_resident) {
-        .cuda   = cuda,
-        .pools  = calloc(pools, sizeof(tsg_cu_ptr)),
-        .layers = calloc((size_t) pager->n_layers, sizeof(tsg_cu_ptr)),
-        .mirror = calloc(pools, sizeof(struct tsg_dev_pool)),
-        .page   = calloc(pools, sizeof(struct tsg_dev_counts *)),
-        .base   = calloc(pools, sizeof(struct tsg_dev_counts)),
+        .cuda  = cuda,
+        .pool  = calloc(pools, sizeof(struct tsg_dev_pool)),
+        .layer = calloc((size_t) pager->n_layers, sizeof(struct tsg_dev_layer)),
+        .page  = calloc(pools, sizeof(struct tsg_dev_counts *)),
+        .base  = calloc(pools, sizeof(struct tsg_dev_counts)),
     };
     pager->resident = r;
-    r->mark         = device_array(cuda, sizeof(uint64_t));
-    bool ok         = r->pools && r->layers && r->mirror && r->page && r->base && r->mark;
+    r->link         = device_array(cuda, 2 * sizeof(uint64_t));
+    bool ok         = r->pool && r->layer && r->page && r->base && r->link;
     for (int32_t i = 0; i < pager->n_pools && ok; i++) {
         ok = pager->pools[i].resident || make_pool(r, &pager->pools[i], i);
     }
@@ -151,7 +146,10 @@ bool tsg_resident_init(struct tsg_pager * pager) {
 }
 
 void tsg_resident_throttle(struct tsg_pager * pager, double bytes_per_second) {
-    pager->resident->ps_per_byte = bytes_per_second > 0 ? (uint64_t) (1e12 / bytes_per_second + 0.5) : 0;
+    struct tsg_resident * r = pager->resident;
+    r->ps_per_byte          = bytes_per_second > 0 ? (uint64_t) (1e12 / bytes_per_second + 0.5) : 0;
+    tsg_engine_wait(pager);
+    GGML_ASSERT(tsg_cuda_enter(r->cuda) && r->cuda->copy_to_device(r->link, &r->ps_per_byte, sizeof(r->ps_per_byte)) == 0);
 }
 
 // ---- where the slot maps are ----
@@ -170,10 +168,10 @@ void tsg_resident_to_host(struct tsg_pager * pager) {
             continue;
         }
         struct tsg_slots *    s = &pager->pools[i].slots;
-        struct tsg_dev_pool * m = &r->mirror[i];
-        struct tsg_dev_pool   d;
+        struct tsg_dev_pool * m = &r->pool[i];
+        struct tsg_dev_state  d;
         const size_t          n = (size_t) s->n_experts;
-        ok = tsg_cuda_ok(r->cuda, r->cuda->copy_to_host(&d, r->pools[i], sizeof(d)), "cuMemcpyDtoH") &&
+        ok = tsg_cuda_ok(r->cuda, r->cuda->copy_to_host(&d, (tsg_cu_ptr) m->state, sizeof(d)), "cuMemcpyDtoH") &&
              tsg_cuda_ok(r->cuda, r->cuda->copy_to_host(s->slot_of, (tsg_cu_ptr) m->slot_of, n * sizeof(int32_t)), "cuMemcpyDtoH") &&
              tsg_cuda_ok(r->cuda, r->cuda->copy_to_host(s->expert_in, (tsg_cu_ptr) m->expert_in, (size_t) s->n_slots * sizeof(int32_t)), "cuMemcpyDtoH") &&
              tsg_cuda_ok(r->cuda, r->cuda->copy_to_host(s->use, (tsg_cu_ptr) m->use, n * sizeof(struct tsg_use)), "cuMemcpyDtoH") &&
@@ -182,7 +180,6 @@ void tsg_resident_to_host(struct tsg_pager * pager) {
         s->n_used      = d.n_used;
         s->n_protected = d.n_protected;
         s->clock       = d.clock;
-        m->counts      = d.counts;
     }
     GGML_ASSERT(ok && "the device lost the slot maps");
     r->on_device = false;
@@ -200,18 +197,17 @@ bool tsg_resident_to_device(struct tsg_pager * pager) {
             continue;
         }
         const struct tsg_slots * s = &pager->pools[i].slots;
-        struct tsg_dev_pool *    m = &r->mirror[i];
-        const size_t             n = (size_t) s->n_experts;
-        m->policy      = (int32_t) s->policy;
-        m->n_slots     = s->n_slots;
-        m->n_experts   = s->n_experts;
-        m->n_used      = s->n_used;
-        m->n_protected = s->n_protected;
-        m->clock       = s->clock;
-        m->period      = s->period;
-        m->done        = 0;
+        const struct tsg_dev_pool * m = &r->pool[i];
+        const size_t n = (size_t) s->n_experts;
+        const struct tsg_dev_state state = {
+            .clock       = s->clock,
+            .policy      = (int32_t) s->policy,
+            .n_used      = s->n_used,
+            .n_protected = s->n_protected,
+            .counts      = *r->page[i],
+        };
         r->free_rows   = s->n_slots - s->n_pinned < r->free_rows ? s->n_slots - s->n_pinned : r->free_rows;
-        if (!tsg_cuda_ok(r->cuda, r->cuda->copy_to_device(r->pools[i], m, sizeof(*m)), "cuMemcpyHtoD") ||
+        if (!tsg_cuda_ok(r->cuda, r->cuda->copy_to_device((tsg_cu_ptr) m->state, &state, sizeof(state)), "cuMemcpyHtoD") ||
             !tsg_cuda_ok(r->cuda, r->cuda->copy_to_device((tsg_cu_ptr) m->slot_of, s->slot_of, n * sizeof(int32_t)), "cuMemcpyHtoD") ||
             !tsg_cuda_ok(r->cuda, r->cuda->copy_to_device((tsg_cu_ptr) m->expert_in, s->expert_in, (size_t) s->n_slots * sizeof(int32_t)), "cuMemcpyHtoD") ||
             !tsg_cuda_ok(r->cuda, r->cuda->copy_to_device((tsg_cu_ptr) m->pinned, s->pinned, n), "cuMemcpyHtoD") ||
@@ -222,6 +218,18 @@ bool tsg_resident_to_device(struct tsg_pager * pager) {
         }
     }
     r->on_device = true;
+    return true;
+}
+
+bool tsg_resident_show_maps(struct tsg_pager * pager) {
+    const struct tsg_resident * r = pager->resident;
+    for (int32_t i = 0; i < pager->n_pools; i++) {
+        const struct tsg_slots * s = &pager->pools[i].slots;
+        if (!pager->pools[i].resident &&
+            !tsg_cuda_ok(r->cuda, r->cuda->copy_to_device((tsg_cu_ptr) r->pool[i].slot_of, s->slot_of, (size_t) s->n_experts * sizeof(int32_t)), "cuMemcpyHtoD")) {
+            return false;
+        }
+    }
     return true;
 }
 

@@ -86,8 +86,8 @@ static __device__ int32_t rank_of(const step & s, int32_t expert) {
     return rank + __popc(s.wanted[expert / 32] & ((1u << (expert % 32)) - 1));
 }
 
-static __device__ void lookup(step & s, const tsg_dev_pool * pool, const tsg_dev_layer * layer, int32_t expert) {
-    const int32_t n_words = (layer->n_expert + 31) / 32;
+static __device__ void lookup(step & s, const tsg_dev_pool & pool, const tsg_dev_layer & layer, int32_t expert) {
+    const int32_t n_words = (layer.n_expert + 31) / 32;
     for (int32_t w = threadIdx.x; w < n_words; w += blockDim.x) {
         s.wanted[w] = 0;
     }
@@ -97,7 +97,7 @@ static __device__ void lookup(step & s, const tsg_dev_pool * pool, const tsg_dev
     if (first) {
         const int32_t rank = rank_of(s, expert);
         s.expert[rank]     = expert;
-        s.slot[rank]       = pool->slot_of[layer->first + expert];
+        s.slot[rank]       = pool.slot_of[layer.first + expert];
     }
     const int32_t n_distinct = __syncthreads_count(first);
     const bool    miss       = (int32_t) threadIdx.x < n_distinct && s.slot[threadIdx.x] == NONE;
@@ -118,19 +118,19 @@ static __device__ void lookup(step & s, const tsg_dev_pool * pool, const tsg_dev
 }
 
 // Gives every missing expert the slot of a victim.
-static __device__ void choose(step & s, const tsg_dev_pool * pool, const tsg_dev_layer * layer, uint64_t now) {
+static __device__ void choose(step & s, const tsg_dev_pool & pool, const tsg_dev_layer & layer, enum tsg_policy policy, uint64_t now) {
     victim last = { 0, 0, NONE, 0 };
     for (int32_t m = 0; m < s.n_miss; m++) {
         victim best = { 0, 0, NONE, 0 };
-        for (int32_t slot = threadIdx.x; slot < pool->n_slots; slot += blockDim.x) {
-            const int32_t id     = pool->expert_in[slot];
-            const int32_t expert = id - layer->first;
-            if (id >= 0 && (pool->pinned[id] || (expert >= 0 && expert < layer->n_expert && (s.wanted[expert / 32] >> (expert % 32) & 1)))) {
+        for (int32_t slot = threadIdx.x; slot < pool.n_slots; slot += blockDim.x) {
+            const int32_t id     = pool.expert_in[slot];
+            const int32_t expert = id - layer.first;
+            if (id >= 0 && (pool.pinned[id] || (expert >= 0 && expert < layer.n_expert && (s.wanted[expert / 32] >> (expert % 32) & 1)))) {
                 continue;
             }
             victim v = { 0, 0, slot, id >= 0 };
             if (id >= 0) {
-                const tsg_score score = tsg_policy_score((enum tsg_policy) pool->policy, &pool->use[id], now, pool->period);
+                const tsg_score score = tsg_policy_score(policy, &pool.use[id], now, pool.period);
                 v.key                 = score.key;
                 v.last                = score.last;
             }
@@ -148,39 +148,48 @@ static __device__ void choose(step & s, const tsg_dev_pool * pool, const tsg_dev
 
 // ---- copying ----
 
-template <typename T> static __device__ void copy_words(char * to, const char * from, uint64_t bytes) {
+#define CHUNK_WORDS (4 * TSG_STEP_THREADS)  // words that a block copies at once: four reads in flight per thread
+
+// Block `at` of every gridDim.x copies its share of `n` words.
+template <typename T> static __device__ void copy_words(char * to, const char * from, uint64_t n, uint64_t at, uint64_t blocks) {
     const T * __restrict__ src = (const T *) from;
     T * __restrict__ dst       = (T *) to;
-    const uint64_t n      = bytes / sizeof(T);
-    const uint64_t stride = (uint64_t) gridDim.x * blockDim.x;
-    uint64_t       i      = (uint64_t) blockIdx.x * blockDim.x + threadIdx.x;
-    for (; i + 3 * stride < n; i += 4 * stride) {  // four reads in flight per thread
-        const T a = src[i], b = src[i + stride], c = src[i + 2 * stride], d = src[i + 3 * stride];
-        dst[i] = a, dst[i + stride] = b, dst[i + 2 * stride] = c, dst[i + 3 * stride] = d;
-    }
-    for (; i < n; i += stride) {
-        dst[i] = src[i];
+    for (uint64_t base = at * CHUNK_WORDS; base < n; base += blocks * CHUNK_WORDS) {
+        const uint64_t i = base + threadIdx.x;
+        if (base + CHUNK_WORDS <= n) {
+            const T a = src[i], b = src[i + TSG_STEP_THREADS], c = src[i + 2 * TSG_STEP_THREADS], d = src[i + 3 * TSG_STEP_THREADS];
+            dst[i] = a, dst[i + TSG_STEP_THREADS] = b, dst[i + 2 * TSG_STEP_THREADS] = c, dst[i + 3 * TSG_STEP_THREADS] = d;
+        } else {
+            for (uint64_t j = i; j < n; j += TSG_STEP_THREADS) {
+                dst[j] = src[j];
+            }
+        }
     }
 }
 
-static __device__ uint64_t gather(const step & s, const tsg_dev_layer * layer) {
+static __device__ void copy_bytes(char * to, const char * from, uint64_t bytes, uint64_t at, uint64_t blocks) {
+    const uint64_t bits = (uint64_t) to | (uint64_t) from | bytes;
+    if (bits % 16 == 0) {
+        copy_words<uint4>(to, from, bytes / 16, at, blocks);
+    } else if (bits % 4 == 0) {
+        copy_words<uint32_t>(to, from, bytes / 4, at, blocks);
+    } else {
+        copy_words<uint8_t>(to, from, bytes, at, blocks);
+    }
+}
+
+// Copies the missing experts. The pieces follow each other without a gap: where one ends, the next begins with the next block in turn.
+static __device__ uint64_t gather(const step & s, const tsg_dev_layer & layer) {
     uint64_t bytes = 0;
+    uint32_t turn  = 0;
     for (int32_t m = 0; m < s.n_miss; m++) {
         const uint64_t expert = s.expert[s.missing[m]];
         const uint64_t slot   = s.slot[s.missing[m]];
-        for (int32_t b = 0; b < layer->n_banks; b++) {
-            const tsg_bank bank = layer->bank[b];
-            char *         to   = bank.slots + slot * bank.bytes;
-            const char *   from = bank.host + expert * bank.bytes;
-            const uint64_t bits = (uint64_t) to | (uint64_t) from | bank.bytes;
-            if (bits % 16 == 0) {
-                copy_words<uint4>(to, from, bank.bytes);
-            } else if (bits % 4 == 0) {
-                copy_words<uint32_t>(to, from, bank.bytes);
-            } else {
-                copy_words<uint8_t>(to, from, bank.bytes);
-            }
-            bytes += bank.bytes;
+        for (int32_t b = 0; b < layer.n_banks; b++) {
+            const uint64_t size = layer.bank[b].bytes;
+            copy_bytes(layer.bank[b].slots + slot * size, layer.bank[b].host + expert * size, size, (blockIdx.x + gridDim.x - turn) % gridDim.x, gridDim.x);
+            turn = (turn + (uint32_t) ((size / 16 + CHUNK_WORDS - 1) / CHUNK_WORDS)) % gridDim.x;
+            bytes += size;
         }
     }
     return bytes;
@@ -195,24 +204,24 @@ static __device__ uint64_t nanoseconds() {
 // ---- the new state ----
 
 // SLRU: as protect() in slots.c. All threads of the block take part.
-static __device__ void protect(step & s, tsg_dev_pool * pool, int32_t id) {
-    if (pool->use[id].segment) {
+static __device__ void protect(const tsg_dev_pool & pool, int32_t id) {
+    if (pool.use[id].segment) {
         return;  // the same for all threads
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-        pool->use[id].segment = 1;
-        pool->n_protected++;
+        pool.use[id].segment = 1;
+        pool.state->n_protected++;
     }
     __syncthreads();
-    if ((int64_t) pool->n_protected * 100 <= (int64_t) pool->n_slots * TSG_PROTECTED_SHARE) {
+    if ((int64_t) pool.state->n_protected * 100 <= (int64_t) pool.n_slots * TSG_PROTECTED_SHARE) {
         return;
     }
     victim oldest = { 0, 0, NONE, 0 };
-    for (int32_t slot = threadIdx.x; slot < pool->n_slots; slot += blockDim.x) {
-        const int32_t e = pool->expert_in[slot];
-        if (e >= 0 && pool->use[e].segment) {
-            const victim v = { 0, pool->use[e].last, slot, 1 };
+    for (int32_t slot = threadIdx.x; slot < pool.n_slots; slot += blockDim.x) {
+        const int32_t e = pool.expert_in[slot];
+        if (e >= 0 && pool.use[e].segment) {
+            const victim v = { 0, pool.use[e].last, slot, 1 };
             if (before(v, oldest)) {
                 oldest = v;
             }
@@ -220,61 +229,63 @@ static __device__ void protect(step & s, tsg_dev_pool * pool, int32_t id) {
     }
     oldest = block_min(oldest);
     if (threadIdx.x == 0) {
-        pool->use[pool->expert_in[oldest.slot]].segment = 0;
-        pool->n_protected--;
+        pool.use[pool.expert_in[oldest.slot]].segment = 0;
+        pool.state->n_protected--;
     }
     __syncthreads();
 }
 
-static __device__ void commit(step & s, tsg_dev_pool * pool, const tsg_dev_layer * layer, uint64_t now, uint64_t bytes) {
+static __device__ void commit(step & s, const tsg_dev_pool & pool, const tsg_dev_layer & layer, uint64_t now, uint64_t bytes, bool publish) {
     const int32_t r = threadIdx.x;
     int32_t       id = NONE;
     bool          missed = false;
     if (r < s.n_distinct) {
-        id     = layer->first + s.expert[r];
-        missed = pool->slot_of[id] == NONE;
+        id     = layer.first + s.expert[r];
+        missed = pool.slot_of[id] == NONE;
         if (missed) {
             const int32_t slot = s.slot[r];
-            const int32_t old  = pool->expert_in[slot];
+            const int32_t old  = pool.expert_in[slot];
             if (old >= 0) {
-                atomicSub(&s.n_protected, (int32_t) pool->use[old].segment);
-                pool->use[old].segment = 0;
-                pool->slot_of[old]     = NONE;
+                atomicSub(&s.n_protected, (int32_t) pool.use[old].segment);
+                pool.use[old].segment = 0;
+                pool.slot_of[old]     = NONE;
                 atomicAdd(&s.n_evicted, 1);
             } else {
                 atomicAdd(&s.n_used, 1);
             }
-            pool->expert_in[slot] = id;
-            pool->slot_of[id]     = slot;
-            pool->use[id].loaded  = now;
-            pool->use[id].last    = now;
-            pool->misses[id]++;
+            pool.expert_in[slot] = id;
+            pool.slot_of[id]     = slot;
+            pool.use[id].loaded  = now;
+            pool.use[id].last    = now;
+            pool.misses[id]++;
         } else {
-            pool->hits[id]++;
+            pool.hits[id]++;
         }
-        tsg_use_count(&pool->use[id], now, pool->period);
+        tsg_use_count(&pool.use[id], now, pool.period);
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-        pool->clock = now;
-        pool->n_used += s.n_used;
-        pool->n_protected += s.n_protected;
-        tsg_dev_counts c = pool->counts;
+        pool.state->clock = now;
+        pool.state->n_used += s.n_used;
+        pool.state->n_protected += s.n_protected;
+        tsg_dev_counts c = pool.state->counts;
         c.lookups += s.n_distinct;
         c.hits += s.n_distinct - s.n_miss;
         c.misses += s.n_miss;
         c.evictions += s.n_evicted;
         c.bytes_link += bytes;
-        pool->counts = c;
-        *pool->page  = c;
+        pool.state->counts = c;
+        if (publish) {
+            *pool.page = c;  // a write to host memory holds up the end of the kernel: once a graph
+        }
     }
-    if (pool->policy == TSG_POLICY_SLRU) {
+    if (pool.state->policy == TSG_POLICY_SLRU) {
         __shared__ bool hit[TSG_STEP_THREADS];
         hit[threadIdx.x] = id != NONE && !missed;
         __syncthreads();
         for (int32_t i = 0; i < s.n_distinct; i++) {
             if (hit[i]) {
-                protect(s, pool, layer->first + s.expert[i]);
+                protect(pool, layer.first + s.expert[i]);
             }
             __syncthreads();
         }
@@ -283,44 +294,114 @@ static __device__ void commit(step & s, tsg_dev_pool * pool, const tsg_dev_layer
 
 // ---- kernels ----
 
+// The usual step, one token of up to 32 experts that are all resident, in one warp. Returns the number of missing experts; if it is 0 the step is done.
+// All loads are issued before the first is used.
+static __device__ int32_t quick_step(const tsg_dev_pool & pool, const tsg_dev_layer & layer, int32_t expert, uint64_t now, int32_t * slot_ids, bool publish) {
+    const int32_t  lane = threadIdx.x;
+    const int32_t  id   = layer.first + (expert != NONE ? expert : 0);
+    const bool     lead = expert != NONE && __ffs(__match_any_sync(~0u, expert)) - 1 == lane;
+    const int32_t  slot = pool.slot_of[id];
+    tsg_use        use;
+    uint64_t       hits = 0;
+    tsg_dev_counts c;
+    if (blockIdx.x == 0 && lead) {
+        use  = pool.use[id];
+        hits = pool.hits[id];
+    }
+    if (blockIdx.x == 0 && lane == 0) {
+        c = pool.state->counts;
+    }
+    const uint32_t leads  = __ballot_sync(~0u, lead);
+    const int32_t  n_miss = __popc(__ballot_sync(~0u, lead && slot == NONE));
+    if (n_miss || blockIdx.x != 0) {
+        return n_miss;
+    }
+    if (expert != NONE) {
+        slot_ids[lane] = slot;
+    }
+    if (lead) {
+        tsg_use_count(&use, now, pool.period);
+        pool.use[id]  = use;
+        pool.hits[id] = hits + 1;
+    }
+    if (lane == 0) {
+        c.lookups += __popc(leads);
+        c.hits += __popc(leads);
+        pool.state->counts = c;
+        pool.state->clock  = now;
+        if (publish) {
+            *pool.page = c;
+        }
+    }
+    return 0;
+}
+
 // ids: the router's choice, [n_tokens] rows of n_used, `stride` apart; slot_ids: [n_tokens][n_used]. n_used * n_tokens <= TSG_STEP_THREADS.
-// ps_per_byte > 0 slows the link down to that many picoseconds per byte, for what-if runs.
+// `publish`: the last step of a graph shows the counters to the host. ps_per_byte points to the picoseconds that a byte must take, 0 = as fast as it goes.
 extern "C" __global__ void __launch_bounds__(TSG_STEP_THREADS)
-    tsg_step(tsg_dev_pool * pool, const tsg_dev_layer * layer, const int32_t * ids, int32_t stride, int32_t n_used, int32_t n_tokens, int32_t * slot_ids,
-             uint64_t ps_per_byte) {
+    tsg_step(const __grid_constant__ tsg_dev_pool pool, const __grid_constant__ tsg_dev_layer layer, const int32_t * ids, int32_t stride, int32_t n_used,
+             int32_t n_tokens, int32_t * slot_ids, int32_t publish, const uint64_t * ps_per_byte) {
     __shared__ step s;
-    const int32_t   i      = threadIdx.x;
-    const int32_t   expert = i < n_used * n_tokens ? ids[i / n_used * stride + i % n_used] : NONE;
-    const uint64_t  now    = pool->clock + 1;
+    const int32_t         i      = threadIdx.x;
+    const int32_t         n      = n_used * n_tokens;
+    const int32_t         expert = i < n ? ids[i / n_used * stride + i % n_used] : NONE;
+    const uint64_t        now    = pool.state->clock + 1;
+    const enum tsg_policy policy = (enum tsg_policy) pool.state->policy;
+    if (n <= 32 && policy != TSG_POLICY_SLRU) {
+        if (i < 32) {
+            const int32_t n_miss = quick_step(pool, layer, expert, now, slot_ids, publish);
+            if (i == 0) {
+                s.n_miss = n_miss;
+            }
+        }
+        __syncthreads();
+        if (s.n_miss == 0) {
+            return;
+        }
+        __syncthreads();
+    }
     lookup(s, pool, layer, expert);
     if (s.n_miss == 0) {  // nobody but block 0 is needed: it changes counts only, which the others do not read
         if (blockIdx.x == 0) {
             if (expert != NONE) {
                 slot_ids[i] = s.slot[rank_of(s, expert)];
             }
-            commit(s, pool, layer, now, 0);
+            commit(s, pool, layer, now, 0, publish);
         }
         return;
     }
-    const uint64_t start = ps_per_byte ? nanoseconds() : 0;
-    choose(s, pool, layer, now);
+    const uint64_t slow  = *ps_per_byte;
+    const uint64_t start = slow ? nanoseconds() : 0;
+    choose(s, pool, layer, policy, now);
     if (blockIdx.x == 0 && expert != NONE) {
         slot_ids[i] = s.slot[rank_of(s, expert)];
     }
     const uint64_t bytes = gather(s, layer);
-    if (ps_per_byte) {
-        while (nanoseconds() - start < bytes * ps_per_byte / 1000) {
+    if (slow) {
+        while (nanoseconds() - start < bytes * slow / 1000) {
         }
     }
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        s.is_last = atomicInc(&pool->done, gridDim.x - 1) == gridDim.x - 1;  // the counter returns to 0
+        s.is_last = atomicInc(&pool.state->done, gridDim.x - 1) == gridDim.x - 1;  // the counter returns to 0
     }
     __syncthreads();
     if (s.is_last) {
         __threadfence();
-        commit(s, pool, layer, now, bytes);
+        commit(s, pool, layer, now, bytes, publish);
+    }
+}
+
+// Prefill: copies the resident experts of a layer from their slots to their places in the stage. Grid: blocks per expert, experts.
+extern "C" __global__ void __launch_bounds__(TSG_STEP_THREADS) tsg_stage(const __grid_constant__ tsg_dev_stage stage, const int32_t * slot_of) {
+    const int32_t slot = slot_of[blockIdx.y];
+    if (slot == NONE) {
+        return;
+    }
+    for (int32_t b = 0; b < stage.n_banks; b++) {
+        const uint64_t size = stage.bytes[b];
+        copy_bytes(stage.stage[b] + blockIdx.y * size, stage.slots[b] + slot * size, size, blockIdx.x, gridDim.x);
     }
 }
 

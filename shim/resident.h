@@ -33,21 +33,36 @@ struct tsg_dev_counts {
     uint64_t bytes_link;
 };
 
+// What changes while graphs run.
+struct tsg_dev_state {
+    uint64_t              clock;
+    int32_t               policy;
+    int32_t               n_used;
+    int32_t               n_protected;
+    uint32_t              done;  // blocks that have finished the running step
+    struct tsg_dev_counts counts;
+};
+
+// Addresses and sizes, fixed for the life of the pool: kernels get it by value, so that they find everything without a load.
 struct tsg_dev_pool {
-    int32_t          policy;
-    int32_t          n_slots;
-    int32_t          n_experts;
-    int32_t          n_used;
-    int32_t          n_protected;
-    uint32_t         done;  // blocks that have finished the running step
-    uint64_t         clock;
-    uint64_t         period;
-    int32_t *        slot_of;
-    int32_t *        expert_in;
-    uint8_t *        pinned;
-    struct tsg_use * use;
-    uint64_t *       hits;
-    uint64_t *       misses;
-    struct tsg_dev_counts   counts;
+    struct tsg_dev_state *  state;
+    int32_t *               slot_of;
+    int32_t *               expert_in;
+    uint8_t *               pinned;
+    struct tsg_use *        use;
+    uint64_t *              hits;
+    uint64_t *              misses;
     struct tsg_dev_counts * page;  // in mapped host memory
+    uint64_t                period;
+    int32_t                 n_slots;
+    int32_t                 pad;
+};
+
+// Where resident experts of a layer are to be copied: the prefill stage.
+struct tsg_dev_stage {
+    int32_t      n_banks;
+    int32_t      pad;
+    const char * slots[TSG_MAX_PARTS];
+    char *       stage[TSG_MAX_PARTS];
+    uint64_t     bytes[TSG_MAX_PARTS];
 };

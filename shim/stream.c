@@ -5,45 +5,49 @@
 // gathered survives. Two stages take turns; the copies run on our stream, two events per stage keep order with the inner one.
 #include "engine.h"
 
-static bool copy_part(const struct tsg_cuda * cuda, tsg_cu_stream stream, struct ggml_tensor * stage, int32_t at, const void * from, size_t size) {
-    return tsg_cuda_ok(cuda, cuda->copy_to_device_async((tsg_cu_ptr) stage->data + (size_t) at * stage->nb[2], from, size, stream), "cuMemcpyHtoDAsync");
-}
+#define STAGE_BLOCKS 4  // per expert
 
-// One weight of a layer into a stage. Neighbours that are not resident cross the link in one piece.
-static bool fill_part(struct tsg_engine * e, const struct tsg_layer * layer, const struct tsg_slots * slots, const struct tsg_weight * w,
-                      const struct ggml_tensor * pool, struct ggml_tensor * stage, struct tsg_counts * counts) {
+// What is not resident of one weight crosses the link, neighbours in one piece.
+static bool copy_over_link(struct tsg_engine * e, const struct tsg_layer * layer, const struct tsg_slots * slots, const struct tsg_weight * w,
+                           struct ggml_tensor * stage, struct tsg_counts * counts) {
     const struct tsg_cuda * cuda = e->pager->resident->cuda;
-    for (int32_t x = 0; x < layer->n_expert;) {
-        const int32_t slot = slots->slot_of[layer->first + x];
-        if (slot >= 0) {
-            const tsg_cu_ptr to   = (tsg_cu_ptr) stage->data + (size_t) x * w->bytes;
-            const tsg_cu_ptr from = (tsg_cu_ptr) pool->data + (size_t) slot * w->bytes;
-            if (!tsg_cuda_ok(cuda, cuda->copy_on_device_async(to, from, w->bytes, e->stream), "cuMemcpyDtoDAsync")) {
-                return false;
-            }
-            counts->bytes_device += w->bytes;
-            x++;
+    for (int32_t x = 0, end; x < layer->n_expert; x = end) {
+        end = x + 1;
+        if (slots->slot_of[layer->first + x] >= 0) {
             continue;
         }
-        int32_t end = x + 1;
         while (end < layer->n_expert && slots->slot_of[layer->first + end] < 0) {
             end++;
         }
-        const size_t size = (size_t) (end - x) * w->bytes;
-        if (!copy_part(cuda, e->stream, stage, x, w->host + (size_t) x * w->bytes, size)) {
+        const size_t at = (size_t) x * w->bytes, size = (size_t) (end - x) * w->bytes;
+        if (!tsg_cuda_ok(cuda, cuda->copy_to_device_async((tsg_cu_ptr) stage->data + at, w->host + at, size, e->stream), "cuMemcpyHtoDAsync")) {
             return false;
         }
         counts->bytes_link += size;
-        x = end;
     }
     return true;
+}
+
+// What is resident comes from its slots, in one launch on the side stream.
+static bool copy_on_device(struct tsg_engine * e, const struct tsg_layer * layer, const struct tsg_pool * pool, int k) {
+    const struct tsg_resident * r     = e->pager->resident;
+    struct tsg_dev_stage        stage = { .n_banks = layer->n_parts };
+    for (int32_t p = 0; p < layer->n_parts; p++) {
+        stage.slots[p] = pool->slot[p]->data;
+        stage.stage[p] = pool->stage[k][p]->data;
+        stage.bytes[p] = layer->weight[p].bytes;
+    }
+    const int32_t * slot_of  = r->pool[layer->pool].slot_of + layer->first;
+    void *          params[] = { &stage, &slot_of };
+    return tsg_cuda_ok(r->cuda, r->cuda->launch(r->cuda->stage, STAGE_BLOCKS, (unsigned) layer->n_expert, 1, TSG_STEP_THREADS, 1, 1, 0, e->side, params, NULL),
+                       "cuLaunchKernel");
 }
 
 // Everything between two stamps takes at least as long as a slower link would: for what-if runs.
 static bool throttle(struct tsg_engine * e, bool begin, uint64_t bytes) {
     const struct tsg_resident * r  = e->pager->resident;
     uint64_t                    ns = bytes * r->ps_per_byte / 1000;
-    tsg_cu_ptr                  mark     = r->mark;
+    tsg_cu_ptr                  mark     = r->link + sizeof(uint64_t);
     void *                      params[] = { &mark, &ns };
     return r->ps_per_byte == 0 ||
            tsg_cuda_ok(r->cuda, r->cuda->launch(begin ? r->cuda->mark : r->cuda->delay, 1, 1, 1, 1, 1, 1, 0, e->stream, params, NULL), "cuLaunchKernel");
@@ -54,15 +58,19 @@ static bool fill_stage(struct tsg_engine * e, const struct tsg_step * step, int 
     const struct tsg_layer * layer = step->layer;
     struct tsg_pool *        pool  = tsg_engine_pool(e, step);
     const struct tsg_cuda *  cuda  = e->pager->resident->cuda;
-    if (reused && !tsg_cuda_ok(cuda, cuda->stream_wait(e->stream, e->event[TSG_EV_STAGE_FREE + k]->context, 0), "cuStreamWaitEvent")) {
+    const tsg_cu_event free = e->event[TSG_EV_STAGE_FREE + k]->context;
+    if (reused && (!tsg_cuda_ok(cuda, cuda->stream_wait(e->stream, free, 0), "cuStreamWaitEvent") ||
+                   !tsg_cuda_ok(cuda, cuda->stream_wait(e->side, free, 0), "cuStreamWaitEvent"))) {
         return false;
     }
     const uint64_t before = counts->bytes_link;
     if (!throttle(e, true, 0)) {
         return false;
     }
+    size_t bytes = 0;
     for (int32_t p = 0; p < layer->n_parts; p++) {
-        if (!fill_part(e, layer, &pool->slots, &layer->weight[p], pool->slot[p], pool->stage[k][p], counts)) {
+        bytes += layer->weight[p].bytes;
+        if (!copy_over_link(e, layer, &pool->slots, &layer->weight[p], pool->stage[k][p], counts)) {
             return false;
         }
     }
@@ -70,12 +78,17 @@ static bool fill_stage(struct tsg_engine * e, const struct tsg_step * step, int 
     for (int32_t x = 0; x < layer->n_expert; x++) {
         resident += pool->slots.slot_of[layer->first + x] >= 0;
     }
+    if (resident && !copy_on_device(e, layer, pool, k)) {
+        return false;
+    }
+    counts->bytes_device += (uint64_t) resident * bytes;
     counts->lookups += (uint64_t) layer->n_expert;
     counts->hits    += (uint64_t) resident;
     counts->misses  += (uint64_t) (layer->n_expert - resident);
     counts->streamed++;
     return throttle(e, false, counts->bytes_link - before) &&
-           tsg_cuda_ok(cuda, cuda->event_record(e->event[TSG_EV_STAGE_READY + k]->context, e->stream), "cuEventRecord");
+           tsg_cuda_ok(cuda, cuda->event_record(e->event[TSG_EV_STAGE_READY + k]->context, e->stream), "cuEventRecord") &&
+           tsg_cuda_ok(cuda, cuda->event_record(e->event[TSG_EV_SIDE_READY + k]->context, e->side), "cuEventRecord");
 }
 
 // The node behind the last that reads the step's weights.
@@ -111,7 +124,8 @@ bool tsg_stream_can(const struct tsg_engine * e) {
 enum ggml_status tsg_stream_prefill(struct tsg_engine * e, struct ggml_cgraph * graph, struct tsg_counts * counts) {
     const struct tsg_step * steps = e->graph.steps;
     const int               n     = e->graph.n_steps;
-    if (!tsg_cuda_enter(e->pager->resident->cuda) || !tsg_ours_waits(e, e->stream, TSG_EV_LAUNCH_IN)) {
+    if (!tsg_cuda_enter(e->pager->resident->cuda) || !tsg_resident_show_maps(e->pager) || !tsg_ours_waits(e, e->stream, TSG_EV_LAUNCH_IN) ||
+        !tsg_ours_waits(e, e->side, TSG_EV_LAUNCH_IN)) {
         return GGML_STATUS_FAILED;
     }
     int done = 0, filled = 0, used = 0;  // steps whose copies were started, steps that computed
@@ -148,6 +162,7 @@ enum ggml_status tsg_stream_prefill(struct tsg_engine * e, struct ggml_cgraph * 
             return status != GGML_STATUS_SUCCESS ? status : GGML_STATUS_ALLOC_FAILED;
         }
         ggml_backend_event_wait(e->inner, e->event[TSG_EV_STAGE_READY + k]);
+        ggml_backend_event_wait(e->inner, e->event[TSG_EV_SIDE_READY + k]);
         done   = end_of_matmuls(graph, &steps[i]);
         status = tsg_engine_compute_range(e, graph, steps[i].first, done);
         if (status != GGML_STATUS_SUCCESS) {
