@@ -119,20 +119,27 @@ static __device__ void lookup(step & s, const tsg_dev_pool & pool, const tsg_dev
     __syncthreads();
 }
 
+// Pinned experts are nobody's victims.
+static __device__ victim candidate(const tsg_dev_pool & pool, int32_t slot, enum tsg_policy policy, uint64_t now) {
+    const int32_t id = pool.expert_in[slot];
+    victim        v  = { 0, 0, slot, id >= 0 };
+    if (id >= 0) {
+        const tsg_score score = tsg_policy_score(policy, &pool.use[id], now, pool.period);
+        v.key                 = score.key;
+        v.last                = score.last;
+        v.slot                = pool.pinned[id] ? NONE : slot;
+    }
+    return v;
+}
+
 // The first victim behind `last` among this thread's slots. With `s`, experts that this step wants are spared.
 static __device__ victim next_victim(const step * s, const tsg_dev_pool & pool, const tsg_dev_layer * layer, enum tsg_policy policy, uint64_t now, const victim & last) {
     victim best = { 0, 0, NONE, 0 };
     for (int32_t slot = threadIdx.x; slot < pool.n_slots; slot += blockDim.x) {
-        const int32_t id = pool.expert_in[slot];
-        if (id >= 0 && (pool.pinned[id] || (s && wants(*s, *layer, id)))) {
+        if (s && wants(*s, *layer, pool.expert_in[slot])) {
             continue;
         }
-        victim v = { 0, 0, slot, id >= 0 };
-        if (id >= 0) {
-            const tsg_score score = tsg_policy_score(policy, &pool.use[id], now, pool.period);
-            v.key                 = score.key;
-            v.last                = score.last;
-        }
+        const victim v = candidate(pool, slot, policy, now);
         if (before(v, best) && (last.slot == NONE || before(last, v))) {
             best = v;
         }
@@ -334,6 +341,44 @@ extern "C" __global__ void __launch_bounds__(TSG_STEP_THREADS)
     }
 }
 
+// Lists the next victims in order. A thread keeps the best few of its slots at hand; only one whose best are all taken looks again.
+static __device__ int32_t rank_victims(const tsg_dev_pool & pool, enum tsg_policy policy, uint64_t now) {
+    const int32_t KEPT = 3;
+    const victim  none = { 0, 0, NONE, 0 };
+    victim        kept[KEPT] = { none, none, none };
+    for (int32_t slot = threadIdx.x; slot < pool.n_slots; slot += blockDim.x) {
+        victim v = candidate(pool, slot, policy, now);
+#pragma unroll
+        for (int32_t i = 0; i < KEPT; i++) {
+            if (before(v, kept[i])) {
+                const victim w = kept[i];
+                kept[i]        = v;
+                v              = w;
+            }
+        }
+    }
+    int32_t left = KEPT;
+    for (int32_t found = 0; found < TSG_VICTIMS; found++) {
+        const victim best = block_min(kept[0]);
+        if (best.slot == NONE) {
+            return found;
+        }
+        if (threadIdx.x == 0) {
+            pool.state->victims[found] = best.slot;
+        }
+        if (kept[0].slot == best.slot) {
+            kept[0] = kept[1];
+            kept[1] = kept[2];
+            kept[2] = none;
+            if (--left == 0) {
+                kept[0] = next_victim(NULL, pool, NULL, policy, now, best);
+                left    = 1;  // from here on every loss means another look
+            }
+        }
+    }
+    return TSG_VICTIMS;
+}
+
 // The new state after a step, and the victims of the next. One block. `publish`: the last step of a graph shows the counters to the host.
 extern "C" __global__ void __launch_bounds__(TSG_COMMIT_THREADS)
     tsg_commit(const __grid_constant__ tsg_dev_pool pool, int32_t first, uint64_t bytes_per_expert, int32_t publish) {
@@ -397,21 +442,7 @@ extern "C" __global__ void __launch_bounds__(TSG_COMMIT_THREADS)
         }
         __syncthreads();
     }
-    const victim nobody = { 0, 0, NONE, 0 };
-    victim       mine   = next_victim(NULL, pool, NULL, policy, now, nobody);
-    int32_t      found  = 0;
-    for (; found < TSG_VICTIMS; found++) {
-        const victim best = block_min(mine);
-        if (best.slot == NONE) {
-            break;
-        }
-        if (mine.slot == best.slot) {
-            mine = next_victim(NULL, pool, NULL, policy, now, best);
-        }
-        if (r == 0) {
-            state->victims[found] = best.slot;
-        }
-    }
+    const int32_t found = rank_victims(pool, policy, now);
     if (r == 0) {
         state->n_victims = found;
     }
