@@ -50,7 +50,10 @@ def test_report(tmp_path: Path) -> None:
     assert any(line.startswith("3 gate_up Q8_0 64x64, down Q8_0 32x64 4 ") for line in report)
     assert any(line.startswith("Q8_0 ") and line.endswith(" % yes") for line in report)
     assert any(line.startswith("F16 ") and line.endswith(" %") for line in report)
-    assert report[-4:] == placement_lines(facts)
+    start = report.index("placement") + 1
+    assert report[start : start + 4] == placement_lines(facts)
+    plan = report[report.index("on this machine, with default options") + 1 :]
+    assert plan[0].startswith("Tiny: glm4moe, 4 MoE layers of 4 experts, top-2, on ") and "expert cache: 16 of 16 experts" in " ".join(plan)
 
 
 def test_report_is_plain_and_whole_without_a_terminal(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tinyserve_gguf.errors import TinyserveError
 from tinyserve_gguf.facts import ExpertLayer, LayoutGroup, ModelFacts, PartFacts, read_facts
 
 PLAIN_WIDTH = 160  # columns, where the output is no terminal
@@ -21,7 +22,7 @@ PLAIN_WIDTH = 160  # columns, where the output is no terminal
 def info(model: str, as_json: bool) -> None:
     """Say what MODEL, a GGUF file, is made of. Of a split model, any shard will do.
 
-    Reads the header only, so it is quick however large the file is.
+    Reads the header only, so it is quick however large the file is, and plans for the device that `chat` would take.
 
     \b
     Examples:
@@ -52,6 +53,17 @@ def placement_lines(facts: ModelFacts) -> list[str]:
     if facts.idle_bytes:
         lines.append(f"not loaded: {size(facts.idle_bytes)} in blocks for multi-token prediction")
     return lines
+
+
+def plan_lines(facts: ModelFacts) -> list[str]:
+    """What `chat` would decide on this machine with its default options, or why it would refuse."""
+    from tinyserve_gguf.model import plan_for  # loads the native library
+
+    try:
+        plan, _ = plan_for(facts)
+    except TinyserveError as error:
+        return [f"chat would refuse: {error}"]
+    return plan.lines()
 
 
 def facts_dict(facts: ModelFacts) -> dict[str, object]:
@@ -87,6 +99,7 @@ def facts_dict(facts: ModelFacts) -> dict[str, object]:
         ],
         "idle_layers": [_layer_dict(layer) for layer in facts.idle_layers],
         "placement": placement_lines(facts),
+        "plan": plan_lines(facts),
     }
 
 
@@ -128,6 +141,9 @@ def _print_report(console: Console, facts: ModelFacts) -> None:
     console.print(_type_table(console, facts))
     console.print("\nplacement", style="bold")
     for line in placement_lines(facts):
+        console.print(f"  {line}")
+    console.print("\non this machine, with default options", style="bold")
+    for line in plan_lines(facts):
         console.print(f"  {line}")
 
 
