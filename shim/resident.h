@@ -1,7 +1,7 @@
 // resident.h - what the CUDA kernels and the C side share: the bookkeeping of a pool in device memory.
 //
 // The structures mirror slots.h, and resident.cu does what slots.c does, step by step and with the same score functions, so that the same trace gives the
-// same hits. tests/gpu compares the two.
+// same hits. `scripts/gpu-check --parity` compares the two.
 #pragma once
 
 #include "policy.h"
