@@ -1,10 +1,11 @@
 // map.c - the shards of the GGUF in memory.
-#define _DEFAULT_SOURCE  // strdup
+#define _DEFAULT_SOURCE  // madvise
 
 #include "pager.h"
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -19,18 +20,20 @@ enum tsg_status tsg_pager_add_file(struct tsg_pager * pager, const char * path) 
     host->files             = files ? files : host->files;
     char ** paths           = realloc(host->paths, sizeof(char *) * (size_t) (host->n_files + 1));
     host->paths             = paths ? paths : host->paths;
-    char * copy             = strdup(path);
-    if (!files || !paths || !copy) {
-        free(copy);
+    if (!files || !paths) {
         return tsg_fail(TSG_E_MEMORY, "no memory for the name of a file");
     }
     const int file = open(path, O_RDONLY | O_CLOEXEC);
-    if (file < 0) {
-        free(copy);
-        return tsg_fail(TSG_E_FILE, "%s: cannot be opened: %s", path, strerror(errno));
+    char *    real = file >= 0 ? realpath(path, NULL) : NULL;  // as /proc/self/maps shows it
+    if (!real) {
+        const int error = errno;
+        if (file >= 0) {
+            close(file);
+        }
+        return tsg_fail(TSG_E_FILE, "%s: cannot be opened: %s", path, strerror(error));
     }
     host->files[host->n_files]   = file;
-    host->paths[host->n_files++] = copy;
+    host->paths[host->n_files++] = real;
     return TSG_OK;
 }
 
@@ -152,7 +155,46 @@ void tsg_chunk_unmap(struct tsg_chunk * chunk) {
     }
 }
 
+// The part of a weight that is mapped at [begin, end), from byte `offset` of the file on, leaves the process. It stays in the page cache.
+static void drop_weight(const struct tsg_weight * w, uint64_t begin, uint64_t end, uint64_t offset) {
+    const uint64_t page = (uint64_t) sysconf(_SC_PAGESIZE), last = offset + (end - begin);
+    uint64_t       from = w->offset > offset ? w->offset : offset;
+    uint64_t       to   = w->offset + tsg_weight_bytes(w) < last ? w->offset + tsg_weight_bytes(w) : last;
+    from                = (from + page - 1) / page * page;
+    to                  = to / page * page;
+    if (from < to) {
+        madvise((void *) (uintptr_t) (begin + (from - offset)), to - from, MADV_DONTNEED);
+    }
+}
+
+// llama.cpp maps the file too, fills its mapping, and where it computes from parts of it keeps all that lies between them. The experts there count as
+// memory of this process a second time.
+static void drop_other_mappings(const struct tsg_host * host) {
+    FILE * maps = fopen("/proc/self/maps", "r");
+    char   line[4352];
+    while (maps && fgets(line, sizeof(line), maps)) {
+        unsigned long long begin, end, offset;
+        char               access[5];
+        int                at = 0;
+        line[strcspn(line, "\n")] = 0;
+        if (sscanf(line, "%llx-%llx %4s %llx %*s %*s %n", &begin, &end, access, &offset, &at) != 4 || access[3] != 's' || line[at] != '/') {
+            continue;
+        }
+        for (int32_t i = 0; i < host->n_weights; i++) {
+            if (strcmp(host->paths[host->weights[i]->shard], line + at) == 0) {
+                drop_weight(host->weights[i], begin, end, offset);
+            }
+        }
+    }
+    if (maps) {
+        fclose(maps);
+    }
+}
+
 enum tsg_status tsg_host_map(struct tsg_pager * pager) {
     const enum tsg_status status = list_weights(pager);
+    if (status == TSG_OK) {
+        drop_other_mappings(&pager->host);
+    }
     return status == TSG_OK ? map_weights(pager) : status;
 }

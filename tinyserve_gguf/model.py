@@ -244,6 +244,10 @@ class Model:
         """Which expert engine runs, and why, for people."""
         return self._pager.engine if self._pager else "llama.cpp alone"
 
+    def lines(self) -> list[str]:
+        """What was decided and why, for people: the plan, and what could only be known once the model was loaded."""
+        return self.plan.lines() + ([f"engine: {self.engine}", f"host pool: {self.host_pool}"] if self._pager else [])
+
     @property
     def host_pool(self) -> str:
         """How the device reads experts that are in no slot, and why so, for people."""
