@@ -35,13 +35,19 @@ TSG_INLINE uint32_t tsg_decay(uint32_t freq, uint64_t age, uint64_t half_life) {
     if (age == 0 || freq == 0) {
         return freq;
     }
-    if (age >> 5 >= half_life) {  // 32 halvings
+    uint64_t halvings, rest;
+    if ((age | half_life) >> 32 == 0) {  // the usual case: a 64-bit division costs a GPU half a microsecond on the way of every token
+        halvings = (uint32_t) age / (uint32_t) half_life;
+        rest     = (uint32_t) age % (uint32_t) half_life;
+    } else {
+        halvings = age / half_life;
+        rest     = age % half_life;
+    }
+    if (halvings >= 32) {
         return 0;
     }
-    // here age < 32 * half_life, which fits 32 bits: 64-bit divisions cost a GPU a microsecond on the way of every token
-    const uint32_t a = (uint32_t) age, h = (uint32_t) half_life;
-    const uint64_t f = freq >> (a / h);
-    return (uint32_t) (f - f * (a % h) / (2 * h));
+    const uint64_t f = freq >> halvings;
+    return (uint32_t) (f - f * rest / (2 * half_life));
 }
 
 TSG_INLINE uint32_t tsg_use_freq(const struct tsg_use * use, uint64_t now, uint64_t period) {

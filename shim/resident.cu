@@ -299,7 +299,8 @@ static __device__ void commit(step & s, const tsg_dev_pool & pool, const tsg_dev
 static __device__ int32_t quick_step(const tsg_dev_pool & pool, const tsg_dev_layer & layer, int32_t expert, uint64_t now, int32_t * slot_ids, bool publish) {
     const int32_t  lane = threadIdx.x;
     const int32_t  id   = layer.first + (expert != NONE ? expert : 0);
-    const bool     lead = expert != NONE && __ffs(__match_any_sync(~0u, expert)) - 1 == lane;
+    const uint32_t same = __match_any_sync(~0u, expert);  // by all lanes: a lane that does not take part would hang the others
+    const bool     lead = expert != NONE && __ffs(same) - 1 == lane;
     const int32_t  slot = pool.slot_of[id];
     tsg_use        use;
     uint64_t       hits = 0;

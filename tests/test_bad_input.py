@@ -60,7 +60,9 @@ def test_directory(call: Callable[..., str], folder: Path) -> None:
     assert both(call, folder) == "is a directory; give the .gguf file in it"
 
 
-@pytest.mark.parametrize(("content", "message"), [(b"", "is empty"), (b"no model\n", "is not a GGUF file"), (b"PK\x03\x04" + bytes(99), "zip archive")])
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"", "is empty"), (b"no model\n", "is not a GGUF file"), (b"PK\x03\x04" + bytes(99), "a zip archive")]
+)
 def test_foreign(call: Callable[..., str], folder: Path, content: bytes, message: str) -> None:
     (folder / "m.gguf").write_bytes(content)
     assert message in both(call, folder / "m.gguf")
@@ -102,6 +104,22 @@ def test_other_architecture(call: Callable[..., str], folder: Path) -> None:
     assert "unknown model architecture: 'nosuchmoe'" in call("chat", path, "-p", "hi")
 
 
+def test_what_llama_cpp_aborts_over(call: Callable[..., str], model_file: ModelFile, folder: Path) -> None:
+    """A token that comes twice, which only llama.cpp's vocabulary finds; and a width that contradicts the tensors, which only its graph finds."""
+    data = bytearray(model_file("mixtral").read_bytes())
+    data[data.index("\x02\0\0\0\0\0\0\0À".encode()) + 9] ^= 1
+    (folder / "m.gguf").write_bytes(data)
+    line = call("chat", folder / "m.gguf", "-p", "hi")
+    assert line.startswith(f"{folder / 'm.gguf'}: llama.cpp gives up on it: GGML_ASSERT")
+    assert line.endswith("; fetch or convert the model again")
+    (folder / "m.gguf").write_bytes(model_file("gpt-oss").read_bytes().replace(b"attention.key_length", b"attention.key_lEngth"))
+    done = cli("chat", folder / "m.gguf", "-p", "hi", cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    *plan, last = done.stderr.splitlines()
+    assert len(plan) == 2
+    assert last.startswith(f"error: {folder / 'm.gguf'}: llama.cpp gives up on it: GGML_ASSERT")
+
+
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_missing_shard(call: Callable[..., str], model_file: ModelFile, folder: Path, gone: int) -> None:
     shards = split(Path(shutil.copy(model_file("mixtral"), folder / "m.gguf")), 3)
@@ -125,7 +143,7 @@ def test_one_tensor_per_expert(call: Callable[..., str], model_file: ModelFile, 
     assert "convert the original model with a current llama.cpp" in line
 
 
-def test_base_model(call: Callable[..., str], model_file: ModelFile, folder: Path) -> None:
+def test_base_model(model_file: ModelFile, folder: Path) -> None:
     """Without a chat template nothing can be chatted with. This is found once the model is loaded, so the plan stands above."""
     data = model_file("mixtral").read_bytes().replace(b"tokenizer.chat_template", b"tokenizer.chat_tEmplate")
     (folder / "m.gguf").write_bytes(data)

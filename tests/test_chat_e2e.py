@@ -53,9 +53,9 @@ def test_status_and_stats(demo_model: Path, tmp_path: Path) -> None:
     assert plan == "SmolLM2 135M Instruct as 8 experts: llama, 30 MoE layers of 8 experts, top-2, on CPU"
     assert cache.startswith("expert cache: 60 of 240 experts resident (25%), ")
     number = r"[\d.]+"
-    assert re.fullmatch(
-        rf"prefill 16 tok at {number} tok/s \| decode 7 tok at {number} tok/s \| hit rate {number}% \| {number} MB/tok", status
-    ), status
+    assert re.fullmatch(rf"prefill 16 tok at {number} tok/s \| decode 7 tok at {number} tok/s \| hit rate {number}% \| {number} MB/tok", status), (
+        status
+    )
 
     written: dict[str, Any] = json.loads((tmp_path / "s.json").read_text())
     assert written["model"] == str(demo_model)
@@ -83,7 +83,8 @@ def test_prompt_that_does_not_fit(demo_model: Path, tmp_path: Path) -> None:
     done = cli("chat", demo_model, *ONE, "-c", "256", "-p", LONG, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert re.search(r"^error: \d+ tokens do not fit into the context of 256: give a larger -c, or /reset the conversation$", done.stderr, re.MULTILINE)
+    line = done.stderr.splitlines()[-1]
+    assert re.fullmatch(r"error: \d+ tokens do not fit into the context of 256: give a larger -c, or /reset the conversation", line)
 
 
 def test_unwritable_stats(demo_model: Path, tmp_path: Path) -> None:

@@ -113,8 +113,10 @@ def test_dequantized(model_file: ModelFile, kind: str) -> None:
 
 
 def test_type_without_a_dequantiser(model_file: ModelFile) -> None:
-    with opened(model_file("qwen3moe", **typed("Q1_0", layers=2))) as model, pytest.raises(OptionError, match="the gguf package cannot dequantise Q1_0"):
-        model.experts[0, 0].weights["up"].dequantize()
+    with opened(model_file("qwen3moe", **typed("Q1_0", layers=2))) as model:
+        weight = model.experts[0, 0].weights["up"]
+        with pytest.raises(OptionError, match="the gguf package cannot dequantise Q1_0"):
+            weight.dequantize()
 
 
 def test_torch_shares_memory(model: Model) -> None:

@@ -89,6 +89,24 @@ def explained() -> Iterator[Callable[[], str]]:
     yield _log.cause
 
 
+_AbortCallback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+
+
+@contextmanager
+def last_words(say: Callable[[str], None]) -> Iterator[None]:
+    """While the block runs, `say` hears why ggml aborts the process, in place of ggml's message and backtrace on stderr. Files with damaged
+    hyperparameters can do that deep in llama.cpp. When `say` returns, the process ends by SIGABRT."""
+    start()
+    set_callback = library()["ggml_set_abort_callback"]
+    set_callback.restype, set_callback.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    callback = _AbortCallback(lambda message: say(message.decode("utf-8", "replace")))
+    before = set_callback(ctypes.cast(callback, ctypes.c_void_p))
+    try:
+        yield
+    finally:
+        set_callback(before)
+
+
 # ---- versions and devices -------------------------------------------------------------------------------------------------------------------
 
 
@@ -331,7 +349,7 @@ class NativeContext:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampler settings, with llama.cpp's meanings and defaults. `temp <= 0` is greedy. `seed=-1` draws one. `repeat_last_n=-1` is the whole context."""
+    """Sampler settings, with llama.cpp's meanings and defaults. `temp <= 0` is greedy, `seed=-1` draws one, `repeat_last_n=-1` is the context."""
 
     temp: float = 0.8
     top_k: int = 40

@@ -6,6 +6,8 @@ about it; the CLI prints it as it is and exits with code 2.
 
 from __future__ import annotations
 
+EXIT_BAD_INPUT = 2  # of the CLI, for all of them
+
 
 class TinyserveError(Exception):
     """Base of every error raised here."""

@@ -13,9 +13,8 @@ from typing import Any, NoReturn
 
 import click
 
-from tinyserve_gguf.errors import TinyserveError
+from tinyserve_gguf.errors import EXIT_BAD_INPUT, TinyserveError
 
-EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 EPILOG = """\b

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from tinyserve_gguf.cli.lines import TerminalReader, decoded, pipe_reader, utf8
 from tinyserve_gguf.cli.options import placement_options, predict_option, sampling_options, take_sampling
 from tinyserve_gguf.cli.repl import Repl
 from tinyserve_gguf.cli.report import StatsFile, content
-from tinyserve_gguf.errors import OptionError, TinyserveError
+from tinyserve_gguf.errors import EXIT_BAD_INPUT, OptionError, TinyserveError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,8 +62,10 @@ def chat(model: str, prompt: str | None, system: str | None, n_predict: int, sta
     with load_shown(model, options) as loaded:
         from tinyserve_gguf.chat import Conversation
 
+        with abort_shown(model):
+            conversation = Conversation(loaded, system)
         repl = Repl(
-            Conversation(loaded, system),
+            conversation,
             read=read,
             out=sys.stdout,
             err=sys.stderr,
@@ -110,7 +113,8 @@ def load_shown(path: str, options: dict[str, Any]) -> Iterator[Model]:
             return not interrupt.requested  # raising inside llama.cpp's callback would be lost
 
         try:
-            model = load(path, progress=on_progress, **options)
+            with abort_shown(path):
+                model = load(path, progress=on_progress, **options)
         except TinyserveError:
             if interrupt.requested:
                 raise KeyboardInterrupt from None
@@ -121,6 +125,21 @@ def load_shown(path: str, options: dict[str, Any]) -> Iterator[Model]:
         for line in model.lines():
             click.echo(click.style(line, dim=True), err=True)
         yield model
+
+
+@contextmanager
+def abort_shown(path: str) -> Iterator[None]:
+    """Where llama.cpp aborts the process over a damaged file instead of refusing it, end as for any bad input: one line and exit code 2."""
+    from tinyserve_gguf import _llama
+
+    def end(reason: str) -> None:
+        where, _, what = reason.partition(": ")
+        click.echo(f"error: {path}: llama.cpp gives up on it: {what} ({Path(where).name}); fetch or convert the model again", err=True)
+        sys.stderr.flush()
+        os._exit(EXIT_BAD_INPUT)
+
+    with _llama.last_words(end):
+        yield
 
 
 @contextmanager
