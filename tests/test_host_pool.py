@@ -204,7 +204,7 @@ def test_progress_rises_from_0_to_1_and_stops_a_load_anywhere(model_file: ModelF
     assert seen == sorted(seen)
     assert (seen[0], seen[-1]) == (0, 1)
     for fraction in (0.0, 0.2, 0.5, 0.6, 1.0):
-        with pytest.raises(EngineError, match="^loading was stopped$"):
+        with pytest.raises(EngineError, match=r"^loading was stopped$"):
             load(path, expert_cache=cache, device="CPU", n_ctx=256, progress=lambda now, limit=fraction: now < limit)
 
 
