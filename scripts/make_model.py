@@ -99,6 +99,8 @@ def normal(*shape: int, std: float = 1.0, mean: float = 0.0) -> Callable[[], npt
 def tensors(g: Geometry, skew: float) -> Iterator[Tensor]:
     is_oss = g.arch == "gpt-oss"
     other, expert = T[g.other_type], T[g.expert_type]
+    # What layers add to the residual stream is the same for all tokens in a random network; damped, routing stays a matter of the token in deep layers too.
+    damp = 1.0 if is_oss else 0.1
 
     def embedding() -> npt.NDArray[np.float32]:
         values = RNG.standard_normal((g.vocab, g.embd), dtype=np.float32)
@@ -122,7 +124,7 @@ def tensors(g: Geometry, skew: float) -> Iterator[Tensor]:
             yield Tensor(f"{p}{name}.weight", other, (g.embd, rows), g.embd**-0.5)
             if is_oss:
                 yield Tensor(f"{p}{name}.bias", T.F32, (rows,), make=normal(rows, std=0.02))
-        yield Tensor(f"{p}attn_output.weight", other, (g.heads * g.head, g.embd), (g.heads * g.head) ** -0.5)
+        yield Tensor(f"{p}attn_output.weight", other, (g.heads * g.head, g.embd), damp * (g.heads * g.head) ** -0.5)
         if is_oss:
             yield Tensor(f"{p}attn_output.bias", T.F32, (g.embd,), make=normal(g.embd, std=0.02))
             yield Tensor(f"{p}attn_sinks.weight", T.F32, (g.heads,), make=normal(g.heads))
@@ -132,7 +134,7 @@ def tensors(g: Geometry, skew: float) -> Iterator[Tensor]:
                 yield Tensor(f"{p}{name}.weight", T.F32, (g.head,), make=normal(g.head, std=0, mean=1))
         yield Tensor(f"{p}ffn_gate_inp.weight", T.F32, (g.embd, g.experts), make=router)
         for name, columns, rows in (("gate", g.embd, g.expert_ff), ("up", g.embd, g.expert_ff), ("down", g.expert_ff, g.embd)):
-            yield Tensor(f"{p}ffn_{name}_exps.weight", expert, (columns, rows, g.experts), columns**-0.5)
+            yield Tensor(f"{p}ffn_{name}_exps.weight", expert, (columns, rows, g.experts), (damp if name == "down" else 1.0) * columns**-0.5)
             if is_oss:
                 yield Tensor(f"{p}ffn_{name}_exps.bias", T.F32, (rows, g.experts), make=normal(g.experts, rows, std=0.02))
 

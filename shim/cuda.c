@@ -29,11 +29,13 @@ static bool find(struct tsg_cuda * cuda, const char * name, void * function) {
     return true;
 }
 
+struct symbol {
+    const char * name;
+    void *       function;
+};
+
 static bool find_all(struct tsg_cuda * cuda) {
-    const struct {
-        const char * name;
-        void *       function;
-    } table[] = {
+    const struct symbol table[] = {
         { "cuInit", &cuda->init },
         { "cuDeviceGetByPCIBusId", &cuda->device_by_pci },
         { "cuDeviceGetAttribute", &cuda->device_attribute },
@@ -77,6 +79,25 @@ static bool find_all(struct tsg_cuda * cuda) {
     return true;
 }
 
+static bool find_graph_editing(struct tsg_cuda * cuda) {
+    const struct symbol table[] = {
+        { "cuGraphGetNodes", &cuda->graph_nodes },
+        { "cuGraphNodeGetType", &cuda->node_type },
+        { "cuGraphNodeGetDependentNodes_v2", &cuda->node_dependents },
+        { "cuGraphAddDependencies_v2", &cuda->add_dependencies },
+        { "cuGraphRemoveDependencies_v2", &cuda->remove_dependencies },
+        { "cuGraphKernelNodeGetParams_v2", &cuda->kernel_params },
+        { "cuFuncGetName", &cuda->func_name },
+        { "cuKernelGetName", &cuda->kernel_name },
+    };
+    for (size_t i = 0; i < sizeof(table) / sizeof(table[0]); i++) {
+        if (!find(cuda, table[i].name, table[i].function)) {
+            return false;
+        }
+    }
+    return true;
+}
+
 static bool load_kernels(struct tsg_cuda * cuda, const char * pci_bus_id) {
     int major = 0;
     int minor = 0;
@@ -111,6 +132,7 @@ struct tsg_cuda * tsg_cuda_open(const char * pci_bus_id) {
         tsg_cuda_close(cuda);
         return NULL;
     }
+    cuda->can_edit = find_graph_editing(cuda);
     return cuda;
 }
 

@@ -16,6 +16,11 @@ typedef void *    tsg_cu_event;
 typedef void *    tsg_cu_graph;
 typedef void *    tsg_cu_exec;
 typedef void *    tsg_cu_func;
+typedef void *    tsg_cu_node;
+
+struct tsg_cu_edge {  // CUgraphEdgeData
+    unsigned char data[8];
+};
 
 enum {
     TSG_CU_STREAM_NON_BLOCKING   = 1,
@@ -73,6 +78,17 @@ struct tsg_cuda {
     tsg_cu_result (*graph_launch)(tsg_cu_exec exec, tsg_cu_stream stream);
     tsg_cu_result (*graph_destroy)(tsg_cu_graph graph);
     tsg_cu_result (*exec_destroy)(tsg_cu_exec exec);
+
+    // CUDA 12.3 and up, for edges.c; can_edit tells whether all are there
+    bool can_edit;
+    tsg_cu_result (*graph_nodes)(tsg_cu_graph graph, tsg_cu_node * nodes, size_t * n);
+    tsg_cu_result (*node_type)(tsg_cu_node node, int * type);
+    tsg_cu_result (*node_dependents)(tsg_cu_node node, tsg_cu_node * nodes, struct tsg_cu_edge * edges, size_t * n);
+    tsg_cu_result (*add_dependencies)(tsg_cu_graph graph, const tsg_cu_node * from, const tsg_cu_node * to, const struct tsg_cu_edge * edges, size_t n);
+    tsg_cu_result (*remove_dependencies)(tsg_cu_graph graph, const tsg_cu_node * from, const tsg_cu_node * to, const struct tsg_cu_edge * edges, size_t n);
+    tsg_cu_result (*kernel_params)(tsg_cu_node node, void * params);
+    tsg_cu_result (*func_name)(const char ** name, tsg_cu_func function);
+    tsg_cu_result (*kernel_name)(const char ** name, void * kernel);
 };
 
 // Opens the driver for the device with this PCI bus id and loads our kernels. NULL, and why in tsg_last_error(), if that is not possible.
@@ -82,3 +98,6 @@ bool              tsg_cuda_enter(struct tsg_cuda * cuda);  // makes the context 
 
 // False, and the call and the error's name in tsg_last_error(), unless `result` is success.
 bool tsg_cuda_ok(const struct tsg_cuda * cuda, tsg_cu_result result, const char * what);
+
+// Moves the waits for our kernels in a captured graph behind the quantisation of the activations. Returns how many were moved.
+int tsg_edges_relax(const struct tsg_cuda * cuda, tsg_cu_graph graph);

@@ -14,6 +14,7 @@
 //   graph.c    finds the expert layers in a graph, patches nodes and restores them
 //   resident.c slot maps on a CUDA device; resident.cu the kernel that uses them
 //   replay.c   device-resident decode: the whole graph with that kernel, captured
+//   edges.c    small liberties in the captured graph
 //   stream.c   overlapped prefill
 //   cuda.c     the CUDA driver, found at run time
 //   pool.c     device memory of the slots and copies into it

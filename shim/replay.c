@@ -118,7 +118,8 @@ static bool capture(struct tsg_engine * e, struct ggml_cgraph * graph, struct ts
     }
     bool ok = tsg_inner_waits(e, e->stream, TSG_EV_CAPTURE_IN) && issue(e, graph, &replay->counts) == GGML_STATUS_SUCCESS && tsg_ours_waits(e, e->stream, TSG_EV_CAPTURE_OUT);
     ok      = tsg_cuda_ok(cuda, cuda->stream_end_capture(e->stream, &captured), "cuStreamEndCapture") && ok;
-    ok      = ok && tsg_cuda_ok(cuda, cuda->graph_instantiate(&replay->exec, captured, 0), "cuGraphInstantiate");
+    e->pager->notes.edges_moved += ok ? (uint64_t) tsg_edges_relax(cuda, captured) : 0;
+    ok = ok && tsg_cuda_ok(cuda, cuda->graph_instantiate(&replay->exec, captured, 0), "cuGraphInstantiate");
     if (captured) {
         cuda->graph_destroy(captured);
     }

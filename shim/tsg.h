@@ -88,6 +88,7 @@ struct tsg_notes {
     uint64_t captures;        // CUDA graphs made
     uint64_t replays;         // graphs that were one launch
     uint64_t capture_failed;  // contexts that fell back to issuing graphs piece by piece
+    uint64_t edges_moved;     // waits in them that were moved behind the quantisation of the activations
     uint64_t overlapped;      // prefill graphs whose copies ran beside the computation
     uint64_t host_ns;         // time in the shim on the calling thread, decode
 };

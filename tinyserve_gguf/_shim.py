@@ -138,6 +138,7 @@ class Notes:
     captures: int
     replays: int
     capture_failed: int
+    edges_moved: int
     overlapped: int
     host_ns: int
 
