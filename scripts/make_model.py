@@ -4,8 +4,9 @@
     python scripts/make_model.py gpt-oss-20b model.gguf            # MXFP4 experts, 12 GB
     python scripts/make_model.py qwen3-30b-a3b model.gguf --skew 2 --experts Q6_K
 
-The weights are random valid blocks of the right scale, so sizes, shapes and kernels are the real ones and the text is noise. Embeddings carry a constant
-that the router sees through --skew: a normal bias per expert and layer, so that some experts are picked more often than others, as in real models.
+The weights are random valid blocks of the right scale, so sizes, shapes and kernels are the real ones and the text is noise. Embeddings carry
+a constant that the router sees through --skew: a normal bias per expert and layer, so that some experts are picked more often than others, as in
+real models.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def normal(*shape: int, std: float = 1.0, mean: float = 0.0) -> Callable[[], npt
 def tensors(g: Geometry, skew: float) -> Iterator[Tensor]:
     is_oss = g.arch == "gpt-oss"
     other, expert = T[g.other_type], T[g.expert_type]
-    # What layers add to the residual stream is the same for all tokens in a random network; damped, routing stays a matter of the token in deep layers too.
+    # What layers add to the residual stream is the same for all tokens in a random network; damped, routing stays a matter of the token in deep
+    # layers too.
     damp = 1.0 if is_oss else 0.1
 
     def embedding() -> npt.NDArray[np.float32]:
@@ -113,7 +115,10 @@ def tensors(g: Geometry, skew: float) -> Iterator[Tensor]:
             values[:, 0] = RNG.standard_normal(g.experts) * skew / 25
         return values
 
-    yield Tensor("token_embd.weight", other, (g.embd, g.vocab), 1.0) if is_oss else Tensor("token_embd.weight", T.F16, (g.embd, g.vocab), make=embedding)
+    if is_oss:
+        yield Tensor("token_embd.weight", other, (g.embd, g.vocab), 1.0)
+    else:
+        yield Tensor("token_embd.weight", T.F16, (g.embd, g.vocab), make=embedding)
     yield Tensor("output_norm.weight", T.F32, (g.embd,), make=normal(g.embd, std=0, mean=1))
     yield Tensor("output.weight", other, (g.embd, g.vocab), g.embd**-0.5)
     for layer in range(g.layers):

@@ -112,6 +112,7 @@ void tsg_engine_free(struct tsg_engine * e) {
 void tsg_engine_wait(struct tsg_pager * pager) {
     if (pager->active) {
         ggml_backend_synchronize(pager->active->inner);
+        tsg_resident_engine_wait(pager->active);
     }
 }
 

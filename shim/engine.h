@@ -92,6 +92,7 @@ bool tsg_resident_show_maps(struct tsg_pager * pager);  // copies slot_of for ke
 // replay.c
 bool             tsg_resident_engine_init(struct tsg_engine * e);  // false: no memory for streams and events
 void             tsg_resident_engine_free(struct tsg_engine * e);
+void             tsg_resident_engine_wait(struct tsg_engine * e);  // for our streams: bookkeeping runs behind what the inner one waits for
 bool             tsg_ours_waits(struct tsg_engine * e, tsg_cu_stream stream, int event);   // until the inner stream has come to here
 bool             tsg_inner_waits(struct tsg_engine * e, tsg_cu_stream stream, int event);  // the other way round
 bool             tsg_resident_replay(struct tsg_engine * e, struct ggml_cgraph * graph);   // true: it was captured before and runs now

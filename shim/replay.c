@@ -29,16 +29,25 @@ bool tsg_inner_waits(struct tsg_engine * e, tsg_cu_stream stream, int event) {
     return true;
 }
 
-static bool launch_step(struct tsg_engine * e, const struct tsg_step * step, bool publish) {
+static bool launch_step(struct tsg_engine * e, const struct tsg_step * step) {
     struct tsg_resident * r        = e->pager->resident;
     tsg_cu_ptr            ids      = (tsg_cu_ptr) step->ids->data;
     int32_t               stride   = (int32_t) (step->ids->nb[1] / sizeof(int32_t));
     int32_t               n_used   = (int32_t) step->ids->ne[0];
     int32_t               n_tokens = (int32_t) step->ids->ne[1];
     tsg_cu_ptr            out      = (tsg_cu_ptr) e->slot_ids->data;
-    int32_t               show     = publish;
-    void * params[] = { &r->pool[step->layer->pool], &r->layer[step->layer->index], &ids, &stride, &n_used, &n_tokens, &out, &show, &r->link };
+    void * params[] = { &r->pool[step->layer->pool], &r->layer[step->layer->index], &ids, &stride, &n_used, &n_tokens, &out, &r->link };
     return tsg_cuda_ok(r->cuda, r->cuda->launch(r->cuda->step, STEP_BLOCKS, 1, 1, TSG_STEP_THREADS, 1, 1, 0, e->stream, params, NULL), "cuLaunchKernel");
+}
+
+// Behind the step on our stream: the inner one does not wait for it.
+static bool launch_commit(struct tsg_engine * e, const struct tsg_step * step, bool publish) {
+    struct tsg_resident * r     = e->pager->resident;
+    int32_t               first = step->layer->first;
+    uint64_t              bytes = tsg_layer_expert_bytes(step->layer);
+    int32_t               show  = publish;
+    void * params[] = { &r->pool[step->layer->pool], &first, &bytes, &show };
+    return tsg_cuda_ok(r->cuda, r->cuda->launch(r->cuda->commit, 1, 1, 1, TSG_COMMIT_THREADS, 1, 1, 0, e->stream, params, NULL), "cuLaunchKernel");
 }
 
 static bool is_last_of_pool(const struct tsg_engine * e, int i) {
@@ -71,7 +80,8 @@ static enum ggml_status issue(struct tsg_engine * e, struct ggml_cgraph * graph,
             return status;
         }
         tsg_engine_shape_ids(e, step);
-        if (!tsg_ours_waits(e, e->stream, TSG_EV_STEP_IN) || !launch_step(e, step, is_last_of_pool(e, i)) || !tsg_inner_waits(e, e->stream, TSG_EV_STEP_OUT) ||
+        if (!tsg_ours_waits(e, e->stream, TSG_EV_STEP_IN) || !launch_step(e, step) || !tsg_inner_waits(e, e->stream, TSG_EV_STEP_OUT) ||
+            !launch_commit(e, step, is_last_of_pool(e, i)) ||
             !tsg_graph_use_slots(&e->graph, graph, step, pool, e->slot_ids, e->repeats)) {
             return GGML_STATUS_FAILED;
         }
@@ -221,14 +231,21 @@ bool tsg_resident_engine_init(struct tsg_engine * e) {
     return true;
 }
 
+void tsg_resident_engine_wait(struct tsg_engine * e) {
+    const struct tsg_resident * r = e->pager->resident;
+    if (r && e->stream) {
+        r->cuda->context_set(r->cuda->context);
+        r->cuda->stream_synchronize(e->stream);
+        r->cuda->stream_synchronize(e->side);
+    }
+}
+
 void tsg_resident_engine_free(struct tsg_engine * e) {
     struct tsg_resident * r = e->pager->resident;
     if (!r || !e->stream) {
         return;
     }
-    tsg_cuda_enter(r->cuda);
-    r->cuda->stream_synchronize(e->stream);
-    r->cuda->stream_synchronize(e->side);
+    tsg_resident_engine_wait(e);
     for (int i = 0; i < TSG_MAX_REPLAYS; i++) {
         if (e->replays[i].exec) {
             r->cuda->exec_destroy(e->replays[i].exec);

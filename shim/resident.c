@@ -201,6 +201,7 @@ bool tsg_resident_to_device(struct tsg_pager * pager) {
             .policy      = (int32_t) s->policy,
             .n_used      = s->n_used,
             .n_protected = s->n_protected,
+            .n_victims   = -1,
             .counts      = *r->page[i],
         };
         r->free_rows   = s->n_slots - s->n_pinned < r->free_rows ? s->n_slots - s->n_pinned : r->free_rows;

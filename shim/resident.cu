@@ -1,8 +1,9 @@
 // resident.cu - a decode step of one expert layer on the device: which routed experts are resident, who leaves, copy what is missing, ids to slots.
 //
-// One kernel, no host. Every block computes the same lookup and the same victims from state that nobody changes meanwhile, then copies its share of the
-// missing experts from mapped host memory. The block that finishes last writes the new state. So no block ever waits for another. Compiled to PTX by
-// scripts/make-ptx; policy.h holds the score functions that slots.c uses too.
+// Two kernels, no host. tsg_step stands in the way of the token and does only what the layer's matmuls wait for: every block computes the same lookup and the
+// same victims from state that nobody changes meanwhile, then copies its share of the missing experts from mapped host memory; no block waits for another.
+// tsg_commit runs beside the matmuls: it writes the new state and ranks the victims of the next step. Compiled to PTX by scripts/make-ptx; policy.h holds the
+// score functions that slots.c uses too.
 #include "resident.h"
 
 #define NONE (-1)
@@ -51,13 +52,13 @@ static __device__ victim shuffle_min(victim v) {
 
 // The first of all threads' candidates, the same in every thread.
 static __device__ victim block_min(victim v) {
-    __shared__ victim per_warp[TSG_STEP_THREADS / 32];
+    __shared__ victim per_warp[TSG_COMMIT_THREADS / 32];
     v = shuffle_min(v);
     if (threadIdx.x % 32 == 0) {
         per_warp[threadIdx.x / 32] = v;
     }
     __syncthreads();
-    v = per_warp[threadIdx.x % (TSG_STEP_THREADS / 32)];
+    v = per_warp[threadIdx.x % (blockDim.x / 32)];
     v = shuffle_min(v);
     __syncthreads();
     return v;
@@ -72,11 +73,13 @@ struct step {
     int32_t  missing[TSG_STEP_THREADS];     // indices into expert[] of those to copy
     int32_t  n_distinct;
     int32_t  n_miss;
-    int32_t  n_used;       // change of used slots
-    int32_t  n_protected;  // change of protected slots
-    int32_t  n_evicted;
-    bool     is_last;
+    int32_t  n_chosen;
 };
+
+static __device__ bool wants(const step & s, const tsg_dev_layer & layer, int32_t id) {
+    const int32_t expert = id - layer.first;
+    return expert >= 0 && expert < layer.n_expert && (s.wanted[expert / 32] >> (expert % 32) & 1);
+}
 
 static __device__ int32_t rank_of(const step & s, int32_t expert) {
     int32_t rank = 0;
@@ -112,33 +115,60 @@ static __device__ void lookup(step & s, const tsg_dev_pool & pool, const tsg_dev
     if (threadIdx.x == 0) {
         s.n_distinct = n_distinct;
         s.n_miss     = n_miss;
-        s.n_used = s.n_protected = s.n_evicted = 0;
     }
     __syncthreads();
 }
 
-// Gives every missing expert the slot of a victim.
+// Pinned experts are nobody's victims.
+static __device__ victim candidate(const tsg_dev_pool & pool, int32_t slot, enum tsg_policy policy, uint64_t now) {
+    const int32_t id = pool.expert_in[slot];
+    victim        v  = { 0, 0, slot, id >= 0 };
+    if (id >= 0) {
+        const tsg_score score = tsg_policy_score(policy, &pool.use[id], now, pool.period);
+        v.key                 = score.key;
+        v.last                = score.last;
+        v.slot                = pool.pinned[id] ? NONE : slot;
+    }
+    return v;
+}
+
+// The first victim behind `last` among this thread's slots. With `s`, experts that this step wants are spared.
+static __device__ victim next_victim(const step * s, const tsg_dev_pool & pool, const tsg_dev_layer * layer, enum tsg_policy policy, uint64_t now, const victim & last) {
+    victim best = { 0, 0, NONE, 0 };
+    for (int32_t slot = threadIdx.x; slot < pool.n_slots; slot += blockDim.x) {
+        if (s && wants(*s, *layer, pool.expert_in[slot])) {
+            continue;
+        }
+        const victim v = candidate(pool, slot, policy, now);
+        if (before(v, best) && (last.slot == NONE || before(last, v))) {
+            best = v;
+        }
+    }
+    return best;
+}
+
+// Gives every missing expert the slot of a victim: from the list that tsg_commit left, else by a search.
 static __device__ void choose(step & s, const tsg_dev_pool & pool, const tsg_dev_layer & layer, enum tsg_policy policy, uint64_t now) {
+    if (threadIdx.x < 32) {
+        const int32_t  lane = threadIdx.x;
+        const int32_t  slot = lane < pool.state->n_victims ? pool.state->victims[lane] : NONE;
+        const int32_t  id   = slot != NONE ? pool.expert_in[slot] : NONE;
+        const uint32_t free = __ballot_sync(~0u, slot != NONE && !(id >= 0 && wants(s, layer, id)));
+        const int32_t  at   = __popc(free & ((1u << lane) - 1));
+        if (__popc(free) >= s.n_miss && (free >> lane & 1) && at < s.n_miss) {
+            s.slot[s.missing[at]] = slot;
+        }
+        if (lane == 0) {
+            s.n_chosen = __popc(free) >= s.n_miss ? s.n_miss : 0;
+        }
+    }
+    __syncthreads();
+    if (s.n_chosen == s.n_miss) {
+        return;
+    }
     victim last = { 0, 0, NONE, 0 };
     for (int32_t m = 0; m < s.n_miss; m++) {
-        victim best = { 0, 0, NONE, 0 };
-        for (int32_t slot = threadIdx.x; slot < pool.n_slots; slot += blockDim.x) {
-            const int32_t id     = pool.expert_in[slot];
-            const int32_t expert = id - layer.first;
-            if (id >= 0 && (pool.pinned[id] || (expert >= 0 && expert < layer.n_expert && (s.wanted[expert / 32] >> (expert % 32) & 1)))) {
-                continue;
-            }
-            victim v = { 0, 0, slot, id >= 0 };
-            if (id >= 0) {
-                const tsg_score score = tsg_policy_score(policy, &pool.use[id], now, pool.period);
-                v.key                 = score.key;
-                v.last                = score.last;
-            }
-            if (before(v, best) && (last.slot == NONE || before(last, v))) {
-                best = v;
-            }
-        }
-        last = block_min(best);
+        last = block_min(next_victim(&s, pool, &layer, policy, now, last));
         if (threadIdx.x == 0) {
             s.slot[s.missing[m]] = last.slot;
         }
@@ -235,84 +265,14 @@ static __device__ void protect(const tsg_dev_pool & pool, int32_t id) {
     __syncthreads();
 }
 
-static __device__ void commit(step & s, const tsg_dev_pool & pool, const tsg_dev_layer & layer, uint64_t now, uint64_t bytes, bool publish) {
-    const int32_t r = threadIdx.x;
-    int32_t       id = NONE;
-    bool          missed = false;
-    if (r < s.n_distinct) {
-        id     = layer.first + s.expert[r];
-        missed = pool.slot_of[id] == NONE;
-        if (missed) {
-            const int32_t slot = s.slot[r];
-            const int32_t old  = pool.expert_in[slot];
-            if (old >= 0) {
-                atomicSub(&s.n_protected, (int32_t) pool.use[old].segment);
-                pool.use[old].segment = 0;
-                pool.slot_of[old]     = NONE;
-                atomicAdd(&s.n_evicted, 1);
-            } else {
-                atomicAdd(&s.n_used, 1);
-            }
-            pool.expert_in[slot] = id;
-            pool.slot_of[id]     = slot;
-            pool.use[id].loaded  = now;
-            pool.use[id].last    = now;
-            pool.misses[id]++;
-        } else {
-            pool.hits[id]++;
-        }
-        tsg_use_count(&pool.use[id], now, pool.period);
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        pool.state->clock = now;
-        pool.state->n_used += s.n_used;
-        pool.state->n_protected += s.n_protected;
-        tsg_dev_counts c = pool.state->counts;
-        c.lookups += s.n_distinct;
-        c.hits += s.n_distinct - s.n_miss;
-        c.misses += s.n_miss;
-        c.evictions += s.n_evicted;
-        c.bytes_link += bytes;
-        pool.state->counts = c;
-        if (publish) {
-            *pool.page = c;  // a write to host memory holds up the end of the kernel: once a graph
-        }
-    }
-    if (pool.state->policy == TSG_POLICY_SLRU) {
-        __shared__ bool hit[TSG_STEP_THREADS];
-        hit[threadIdx.x] = id != NONE && !missed;
-        __syncthreads();
-        for (int32_t i = 0; i < s.n_distinct; i++) {
-            if (hit[i]) {
-                protect(pool, layer.first + s.expert[i]);
-            }
-            __syncthreads();
-        }
-    }
-}
-
 // ---- kernels ----
 
-// The usual step, one token of up to 32 experts that are all resident, in one warp. Returns the number of missing experts; if it is 0 the step is done.
-// All loads are issued before the first is used.
-static __device__ int32_t quick_step(const tsg_dev_pool & pool, const tsg_dev_layer & layer, int32_t expert, uint64_t now, int32_t * slot_ids, bool publish) {
+// The usual step, one token of up to 32 experts that are all resident, in one warp. Returns the number of missing experts; 0: the step is done.
+static __device__ int32_t quick_step(const tsg_dev_pool & pool, const tsg_dev_layer & layer, int32_t expert, int32_t * slot_ids) {
     const int32_t  lane = threadIdx.x;
-    const int32_t  id   = layer.first + (expert != NONE ? expert : 0);
+    const int32_t  slot = expert != NONE ? pool.slot_of[layer.first + expert] : 0;
     const uint32_t same = __match_any_sync(~0u, expert);  // by all lanes: a lane that does not take part would hang the others
     const bool     lead = expert != NONE && __ffs(same) - 1 == lane;
-    const int32_t  slot = pool.slot_of[id];
-    tsg_use        use;
-    uint64_t       hits = 0;
-    tsg_dev_counts c;
-    if (blockIdx.x == 0 && lead) {
-        use  = pool.use[id];
-        hits = pool.hits[id];
-    }
-    if (blockIdx.x == 0 && lane == 0) {
-        c = pool.state->counts;
-    }
-    const uint32_t leads  = __ballot_sync(~0u, lead);
     const int32_t  n_miss = __popc(__ballot_sync(~0u, lead && slot == NONE));
     if (n_miss || blockIdx.x != 0) {
         return n_miss;
@@ -320,37 +280,34 @@ static __device__ int32_t quick_step(const tsg_dev_pool & pool, const tsg_dev_la
     if (expert != NONE) {
         slot_ids[lane] = slot;
     }
-    if (lead) {
-        tsg_use_count(&use, now, pool.period);
-        pool.use[id]  = use;
-        pool.hits[id] = hits + 1;
+    int32_t rank = 0;
+    for (int32_t other = 0; other < 32; other++) {
+        const int32_t theirs = __shfl_sync(~0u, lead ? expert : NONE, other);
+        rank += theirs != NONE && theirs < expert;
     }
+    if (lead) {
+        pool.state->expert[rank] = expert;
+        pool.state->slot[rank]   = slot;
+    }
+    const int32_t n_distinct = __popc(__ballot_sync(~0u, lead));
     if (lane == 0) {
-        c.lookups += __popc(leads);
-        c.hits += __popc(leads);
-        pool.state->counts = c;
-        pool.state->clock  = now;
-        if (publish) {
-            *pool.page = c;
-        }
+        pool.state->n_distinct = n_distinct;
     }
     return 0;
 }
 
-// ids: the router's choice, [n_tokens] rows of n_used, `stride` apart; slot_ids: [n_tokens][n_used]. n_used * n_tokens <= TSG_STEP_THREADS.
-// `publish`: the last step of a graph shows the counters to the host. ps_per_byte points to the picoseconds that a byte must take, 0 = as fast as it goes.
+// ids: the router's choice, [n_tokens] rows of n_used, `stride` apart; slot_ids: [n_tokens][n_used]. n_used * n_tokens <= TSG_STEP_THREADS. ps_per_byte points
+// to the picoseconds that a byte must take, 0 = as fast as it goes.
 extern "C" __global__ void __launch_bounds__(TSG_STEP_THREADS)
     tsg_step(const __grid_constant__ tsg_dev_pool pool, const __grid_constant__ tsg_dev_layer layer, const int32_t * ids, int32_t stride, int32_t n_used,
-             int32_t n_tokens, int32_t * slot_ids, int32_t publish, const uint64_t * ps_per_byte) {
+             int32_t n_tokens, int32_t * slot_ids, const uint64_t * ps_per_byte) {
     __shared__ step s;
-    const int32_t         i      = threadIdx.x;
-    const int32_t         n      = n_used * n_tokens;
-    const int32_t         expert = i < n ? ids[i / n_used * stride + i % n_used] : NONE;
-    const uint64_t        now    = pool.state->clock + 1;
-    const enum tsg_policy policy = (enum tsg_policy) pool.state->policy;
-    if (n <= 32 && policy != TSG_POLICY_SLRU) {
+    const int32_t i      = threadIdx.x;
+    const int32_t n      = n_used * n_tokens;
+    const int32_t expert = i < n ? ids[i / n_used * stride + i % n_used] : NONE;
+    if (n <= 32) {
         if (i < 32) {
-            const int32_t n_miss = quick_step(pool, layer, expert, now, slot_ids, publish);
+            const int32_t n_miss = quick_step(pool, layer, expert, slot_ids);
             if (i == 0) {
                 s.n_miss = n_miss;
             }
@@ -362,35 +319,132 @@ extern "C" __global__ void __launch_bounds__(TSG_STEP_THREADS)
         __syncthreads();
     }
     lookup(s, pool, layer, expert);
-    if (s.n_miss == 0) {  // nobody but block 0 is needed: it changes counts only, which the others do not read
-        if (blockIdx.x == 0) {
-            if (expert != NONE) {
-                slot_ids[i] = s.slot[rank_of(s, expert)];
-            }
-            commit(s, pool, layer, now, 0, publish);
-        }
-        return;
-    }
-    const uint64_t slow  = *ps_per_byte;
+    const uint64_t slow  = s.n_miss ? *ps_per_byte : 0;
     const uint64_t start = slow ? nanoseconds() : 0;
-    choose(s, pool, layer, policy, now);
-    if (blockIdx.x == 0 && expert != NONE) {
-        slot_ids[i] = s.slot[rank_of(s, expert)];
+    if (s.n_miss) {
+        choose(s, pool, layer, (enum tsg_policy) pool.state->policy, pool.state->clock);
+    }
+    if (blockIdx.x == 0) {
+        if (expert != NONE) {
+            slot_ids[i] = s.slot[rank_of(s, expert)];
+        }
+        if (i < s.n_distinct) {
+            pool.state->expert[i] = s.expert[i];
+            pool.state->slot[i]   = s.slot[i];
+        }
+        if (i == 0) {
+            pool.state->n_distinct = s.n_distinct;
+        }
     }
     const uint64_t bytes = gather(s, layer);
-    if (slow) {
-        while (nanoseconds() - start < bytes * slow / 1000) {
+    while (slow && nanoseconds() - start < bytes * slow / 1000) {
+    }
+}
+
+// Lists the next victims in order. A thread keeps the best few of its slots at hand; only one whose best are all taken looks again.
+static __device__ int32_t rank_victims(const tsg_dev_pool & pool, enum tsg_policy policy, uint64_t now) {
+    const int32_t KEPT = 3;
+    const victim  none = { 0, 0, NONE, 0 };
+    victim        kept[KEPT] = { none, none, none };
+    for (int32_t slot = threadIdx.x; slot < pool.n_slots; slot += blockDim.x) {
+        victim v = candidate(pool, slot, policy, now);
+#pragma unroll
+        for (int32_t i = 0; i < KEPT; i++) {
+            if (before(v, kept[i])) {
+                const victim w = kept[i];
+                kept[i]        = v;
+                v              = w;
+            }
         }
     }
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        s.is_last = atomicInc(&pool.state->done, gridDim.x - 1) == gridDim.x - 1;  // the counter returns to 0
+    int32_t left = KEPT;
+    for (int32_t found = 0; found < TSG_VICTIMS; found++) {
+        const victim best = block_min(kept[0]);
+        if (best.slot == NONE) {
+            return found;
+        }
+        if (threadIdx.x == 0) {
+            pool.state->victims[found] = best.slot;
+        }
+        if (kept[0].slot == best.slot) {
+            kept[0] = kept[1];
+            kept[1] = kept[2];
+            kept[2] = none;
+            if (--left == 0) {
+                kept[0] = next_victim(NULL, pool, NULL, policy, now, best);
+                left    = 1;  // from here on every loss means another look
+            }
+        }
+    }
+    return TSG_VICTIMS;
+}
+
+// The new state after a step, and the victims of the next. One block. `publish`: the last step of a graph shows the counters to the host.
+extern "C" __global__ void __launch_bounds__(TSG_COMMIT_THREADS)
+    tsg_commit(const __grid_constant__ tsg_dev_pool pool, int32_t first, uint64_t bytes_per_expert, int32_t publish) {
+    __shared__ int32_t n_used, n_protected, n_miss, n_evicted;
+    __shared__ bool    was_hit[TSG_STEP_THREADS];
+    tsg_dev_state *       state      = pool.state;
+    const int32_t         r          = threadIdx.x;
+    const int32_t         n_distinct = state->n_distinct;
+    const uint64_t        now        = state->clock + 1;
+    const enum tsg_policy policy     = (enum tsg_policy) state->policy;
+    if (r == 0) {
+        n_used = n_protected = n_miss = n_evicted = 0;
     }
     __syncthreads();
-    if (s.is_last) {
-        __threadfence();
-        commit(s, pool, layer, now, bytes, publish);
+    if (r < n_distinct) {
+        const int32_t id   = first + state->expert[r];
+        const int32_t slot = state->slot[r];
+        const bool    hit  = pool.slot_of[id] != NONE;
+        was_hit[r]         = hit;
+        if (hit) {
+            pool.hits[id]++;
+        } else {
+            const int32_t old = pool.expert_in[slot];
+            if (old >= 0) {
+                atomicSub(&n_protected, (int32_t) pool.use[old].segment);
+                pool.use[old].segment = 0;
+                pool.slot_of[old]     = NONE;
+                atomicAdd(&n_evicted, 1);
+            } else {
+                atomicAdd(&n_used, 1);
+            }
+            atomicAdd(&n_miss, 1);
+            pool.expert_in[slot] = id;
+            pool.slot_of[id]     = slot;
+            pool.use[id].loaded  = now;
+            pool.use[id].last    = now;
+            pool.misses[id]++;
+        }
+        tsg_use_count(&pool.use[id], now, pool.period);
+    }
+    __syncthreads();
+    if (r == 0) {
+        state->clock = now;
+        state->n_used += n_used;
+        state->n_protected += n_protected;
+        tsg_dev_counts c = state->counts;
+        c.lookups += n_distinct;
+        c.hits += n_distinct - n_miss;
+        c.misses += n_miss;
+        c.evictions += n_evicted;
+        c.bytes_link += n_miss * bytes_per_expert;
+        state->counts = c;
+        if (publish) {
+            *pool.page = c;
+        }
+    }
+    __syncthreads();
+    for (int32_t i = 0; i < n_distinct && policy == TSG_POLICY_SLRU; i++) {
+        if (was_hit[i]) {
+            protect(pool, first + state->expert[i]);
+        }
+        __syncthreads();
+    }
+    const int32_t found = rank_victims(pool, policy, now);
+    if (r == 0) {
+        state->n_victims = found;
     }
 }
 

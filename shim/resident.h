@@ -6,8 +6,10 @@
 
 #include "policy.h"
 
-#define TSG_STEP_THREADS 256               // threads of a block; also the most ids (n_used x n_tokens) of one step
-#define TSG_MAX_BANKS    (3 * TSG_MAX_PARTS)
+#define TSG_STEP_THREADS   256  // threads of a block; also the most ids (n_used x n_tokens) of one step
+#define TSG_COMMIT_THREADS 1024
+#define TSG_VICTIMS        16  // one token of top-8: eight misses, and eight more that it may want itself
+#define TSG_MAX_BANKS      (3 * TSG_MAX_PARTS)
 
 // One piece of an expert's payload: a weight, a bias row or a scale. Addresses are device addresses.
 struct tsg_bank {
@@ -39,8 +41,15 @@ struct tsg_dev_state {
     int32_t               policy;
     int32_t               n_used;
     int32_t               n_protected;
-    uint32_t              done;  // blocks that have finished the running step
+    int32_t               n_victims;              // -1: not known
+    int32_t               victims[TSG_VICTIMS];   // slots that the next step would evict, in order
     struct tsg_dev_counts counts;
+
+    // what tsg_step decided, for tsg_commit
+    int32_t n_distinct;
+    int32_t pad;
+    int32_t expert[TSG_STEP_THREADS];  // of the layer, ascending
+    int32_t slot[TSG_STEP_THREADS];
 };
 
 // Addresses and sizes, fixed for the life of the pool: kernels get it by value, so that they find everything without a load.

@@ -67,8 +67,8 @@ static bool evictable(const struct tsg_slots * slots, int32_t slot) {
     return expert < 0 || (!slots->pinned[expert] && slots->in_step[slot] != slots->clock);
 }
 
-// The `n` best victims in order, in one pass over the slots. Returns how many there are.
-static int32_t find_victims(const struct tsg_slots * slots, int32_t n, bool free_only, struct candidate * best) {
+// The `n` best victims in order as scored at tick `now`, in one pass over the slots. Returns how many there are.
+static int32_t find_victims(const struct tsg_slots * slots, int32_t n, bool free_only, uint64_t now, struct candidate * best) {
     int32_t found = 0;
     for (int32_t s = 0; s < slots->n_slots && n > 0; s++) {
         const int32_t expert = slots->expert_in[s];
@@ -77,7 +77,7 @@ static int32_t find_victims(const struct tsg_slots * slots, int32_t n, bool free
         }
         struct candidate c = { .slot = s };
         if (expert >= 0) {
-            c.score = tsg_policy_score(slots->policy, &slots->use[expert], slots->clock, slots->period);
+            c.score = tsg_policy_score(slots->policy, &slots->use[expert], now, slots->period);
         }
         if (found == n && !candidate_less(slots, c, best[n - 1])) {
             continue;
@@ -171,7 +171,7 @@ int32_t tsg_slots_acquire(struct tsg_slots * slots, const int32_t * experts, int
             return give_up(slots, slot, n);
         }
     }
-    const int32_t n_victims = find_victims(slots, wanted, admit == TSG_ADMIT_FREE, victims);
+    const int32_t n_victims = find_victims(slots, wanted, admit == TSG_ADMIT_FREE, slots->clock - 1, victims);
     if (admit == TSG_ADMIT_ALL && n_victims < n_miss) {
         if (victims != few) {
             free(victims);
@@ -227,7 +227,7 @@ bool tsg_slots_load(struct tsg_slots * slots, int32_t expert, struct tsg_load * 
     }
     slots->clock++;
     struct candidate victim;
-    if (find_victims(slots, 1, false, &victim) == 0) {
+    if (find_victims(slots, 1, false, slots->clock - 1, &victim) == 0) {
         slots->clock--;
         return false;
     }

@@ -129,7 +129,7 @@ def test_leftovers_and_damage_are_replaced(built: Path, cache: Path, monkeypatch
     """What a killed build left is removed; a truncated model is built again; a good one is not touched."""
     calls = []
 
-    def write(source: Path, target: Path, progress: demo.Progress) -> None:
+    def write(_source: Path, target: Path, _progress: demo.Progress) -> None:
         assert models_in(cache) in ([], ["demo-1.gguf"])
         calls.append(target)
         shutil.copy(built, target)
@@ -165,7 +165,7 @@ def test_no_space(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent))
 
-    def progress(done: int, total: int) -> None:  # as a write would fail on a disk that fills up meanwhile
+    def progress(_done: int, _total: int) -> None:  # as a write would fail on a disk that fills up meanwhile
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(CapacityError, match="needs 447 MB"):

@@ -120,7 +120,7 @@ def test_type_without_a_dequantiser(model_file: ModelFile) -> None:
 
 
 def test_torch_shares_memory(model: Model) -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed: scripts/test --torch")
     weight = model.experts[1, 2].up
     assert weight is not None
     tensor = weight.torch()

@@ -18,7 +18,6 @@ from typing import Any
 import llama_cpp.llama_cpp as C  # before numpy: the other order crashed in libstdc++ on one GPU machine
 import numpy as np
 import numpy.typing as npt
-from llama_cpp import __version__ as llama_cpp_version
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, OptionError
@@ -209,7 +208,8 @@ class NativeModel:
 
     def is_generative(self) -> bool:
         """A decoder that writes text token by token; not an encoder, not a diffusion model."""
-        return bool(C.llama_model_has_decoder(self._model) and not C.llama_model_has_encoder(self._model) and not C.llama_model_is_diffusion(self._model))
+        model = self._model
+        return bool(C.llama_model_has_decoder(model) and not C.llama_model_has_encoder(model) and not C.llama_model_is_diffusion(model))
 
     # vocabulary
 
@@ -251,7 +251,7 @@ class NativeModel:
 def chat_formatter(template: str, *, bos: str, eos: str) -> Callable[[list[dict[str, str]]], str]:
     """A function from messages to prompt text: the model's Jinja template, rendered by llama-cpp-python."""
     formatter = Jinja2ChatFormatter(template=template, bos_token=bos, eos_token=eos)
-    return lambda messages: str(formatter(messages=messages).prompt)  # type: ignore[arg-type]
+    return lambda messages: str(formatter(messages=messages).prompt)
 
 
 # ---- context --------------------------------------------------------------------------------------------------------------------------------

@@ -46,7 +46,8 @@ def _open(folder: Path) -> tuple[cffi.FFI, Any]:
     address = ctypes.cast(_llama.library().ggml_version, ctypes.c_void_p).value
     if lib.tsg_abi_check(ffi.cast("void *", address), *_llama.struct_sizes()) != lib.TSG_OK:
         reason = ffi.string(lib.tsg_last_error()).decode()
-        raise AbiMismatchError(f"{reason}; run: pip install llama-cpp-python==0.3.36 and then pip install --force-reinstall --no-cache-dir tinyserve-gguf")
+        repair = "pip install llama-cpp-python==0.3.36 and then pip install --force-reinstall --no-cache-dir tinyserve-gguf"
+        raise AbiMismatchError(f"{reason}; run: {repair}")
     return ffi, lib
 
 

@@ -47,8 +47,8 @@ Progress = Callable[[int, int], None]
 
 def demo_path() -> Path:
     """Where the demo model is, or will be: under the user's cache directory (XDG_CACHE_HOME, else ~/.cache)."""
-    configured = os.environ.get("XDG_CACHE_HOME", "")
-    cache = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
+    configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    cache = configured if configured.is_absolute() else Path.home() / ".cache"
     return cache / "tinyserve-gguf" / f"demo-{RECIPE}.gguf"
 
 
@@ -116,7 +116,7 @@ def _write_atomically(source: Path, path: Path, progress: Progress) -> None:
         _write(source, temporary, progress)
         assert temporary.stat().st_size == DEMO_BYTES, temporary.stat().st_size
         _sync(temporary)
-        os.replace(temporary, path)
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     _sync(path.parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ class ExpertWeight:
 
         raw = self.raw
         address = raw.__array_interface__["data"][0]
-        return torch.frombuffer((np.ctypeslib.ctypes.c_uint8 * raw.nbytes).from_address(address), dtype=torch.uint8).view(raw.shape)
+        return torch.frombuffer((ctypes.c_uint8 * raw.nbytes).from_address(address), dtype=torch.uint8).view(raw.shape)
 
     def dequantize(self) -> npt.NDArray[np.float32]:
         """float32 values, [rows, columns], by gguf's reference dequantisers. OptionError for a type that has none there (Q1_0)."""
@@ -160,7 +161,7 @@ class Experts:
         self._layers = layers
 
     def __getitem__(self, key: tuple[int, int] | tuple[int, int, str]) -> Expert:
-        """KeyError with the valid range for a layer or an expert that does not exist. GroveMoE's second family: `experts[layer, expert, "chexps"]`."""
+        """KeyError with the valid range if there is no such layer or expert. GroveMoE's second family: `experts[layer, expert, "chexps"]`."""
         block, expert, family = (*key, "exps")[:3]
         if (block, family) not in self._layers:
             raise KeyError(f"layer {block} has no routed experts; layers that have: {sorted({b for b, f in self._layers if f == family})}")

@@ -78,7 +78,7 @@ def load(
         n_ctx: context in tokens; 0 is what the model was trained with. Never more than that.
         n_ubatch: tokens computed at once in prefill.
         n_threads: threads of CPU computation; by default one per core.
-        engine: "auto", "host" (the host reads the router's choice once a layer) or "device" (one CUDA graph per token; an error where that cannot be).
+        engine: "auto", "host" (the host reads the router's choice once a layer) or "device" (one CUDA graph a token; an error where that cannot be).
         link_gbps: slow the host-to-device link down to so many GB/s, for what-if runs on the device engine.
         progress: called with 0..1 while weights are loaded; returning False stops it with an EngineError.
 

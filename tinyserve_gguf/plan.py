@@ -182,8 +182,9 @@ def _fit(facts: ModelFacts, device: DeviceFacts, budget: int, reason: str) -> Pl
     least = sum(minimum(group) * group.bytes_per_expert for group in facts.groups)
     if budget < stages + least:
         raise CapacityError(
-            f"an expert cache needs {size(stages + least)} at least ({size(stages)} of prefill stage and {size(least)} for the experts of one token), "
-            f"and there is room for {size(max(0, budget))} on {device.name}; free device memory, or give a smaller -c or -b"
+            f"an expert cache needs {size(stages + least)} at least ({size(stages)} of prefill stage "
+            f"and {size(least)} for the experts of one token), and there is room for {size(max(0, budget))} on {device.name}; "
+            "free device memory, or give a smaller -c or -b"
         )
     share = (budget - stages) / sum(group.n_experts * group.bytes_per_expert for group in facts.groups)
     plan = _pools(facts, device, lambda group: int(share * group.n_experts), reason)

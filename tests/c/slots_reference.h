@@ -54,10 +54,11 @@ static bool ref_contains(const int32_t * list, int32_t n, int32_t value) {
     return false;
 }
 
-// What the policy ranks experts by; ties go to the least recently used.
+// What the policy ranks experts by, at the tick before the step; ties go to the least recently used.
 static uint64_t ref_rank(const struct ref * r, int32_t expert) {
     const struct ref_expert * x    = &r->expert[expert];
-    const uint64_t            freq = tsg_decay(x->freq, r->clock - x->freq_at, 128 * r->period);
+    const uint64_t            now  = r->clock - 1;
+    const uint64_t            freq = tsg_decay(x->freq, now - x->freq_at, 128 * r->period);
     switch (r->policy) {
         case TSG_POLICY_LRU:
             return x->last;
@@ -68,7 +69,7 @@ static uint64_t ref_rank(const struct ref * r, int32_t expert) {
         case TSG_POLICY_SLRU:
             return x->is_protected;
         case TSG_POLICY_LFRU:
-            return freq * 16777216 / (r->clock - x->last + r->period);
+            return freq * 16777216 / (now - x->last + r->period);
     }
     abort();
 }
