@@ -1,8 +1,11 @@
-// buffer.c - the expert buffer type. Tensors in it are expert weights in host memory: raw quantised bytes, page-locked where the device can.
+// buffer.c - the expert buffer type: where llama.cpp's loader puts the expert weights, and memory that the device can read fast.
+#define _DEFAULT_SOURCE  // MAP_ANONYMOUS
+
 #include "pager.h"
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 static struct tsg_pager * pager_of(ggml_backend_buffer_type_t buft) {
     return buft->context;
@@ -23,20 +26,23 @@ struct tsg_weight * tsg_weight_of(struct tsg_pager * pager, const struct ggml_te
 
 // ---- buffer ----
 
-struct host_buffer {
-    struct tsg_pager *    pager;
-    ggml_backend_buffer_t memory;
+// Addresses without memory: host.c knows where the bytes lie in the file, and a copy of them would be one too many.
+struct address_buffer {
+    struct tsg_pager * pager;
+    void *             base;
 };
 
 // The model goes: from now on there is nothing to load from.
-static void forget_weights(struct tsg_pager * pager, const uint8_t * base, size_t size) {
+static void forget_weights(struct tsg_pager * pager, const char * base, size_t size) {
     mtx_lock(&pager->lock);
     for (int32_t l = 0; l < pager->n_layers; l++) {
         for (int32_t p = 0; p < pager->layers[l]->n_parts; p++) {
             struct tsg_weight * w = &pager->layers[l]->weight[p];
-            if (w->host >= base && w->host < base + size) {
+            if (w->place && (const char *) w->place >= base && (const char *) w->place < base + size) {
                 w->host      = NULL;
+                w->place     = NULL;
                 w->arrived   = 0;
+                w->changed   = false;
                 pager->ready = false;
             }
         }
@@ -45,21 +51,20 @@ static void forget_weights(struct tsg_pager * pager, const uint8_t * base, size_
 }
 
 static void tsg_buffer_free(ggml_backend_buffer_t buffer) {
-    struct host_buffer * host = buffer->context;
-    host->pager->host_bytes -= buffer->size;
-    forget_weights(host->pager, ggml_backend_buffer_get_base(host->memory), buffer->size);
-    ggml_backend_buffer_free(host->memory);
-    tsg_pager_unref(host->pager);
-    free(host);
+    struct address_buffer * addresses = buffer->context;
+    forget_weights(addresses->pager, addresses->base, buffer->size);
+    munmap(addresses->base, buffer->size);
+    tsg_pager_unref(addresses->pager);
+    free(addresses);
 }
 
 static void * tsg_buffer_get_base(ggml_backend_buffer_t buffer) {
-    return ggml_backend_buffer_get_base(((struct host_buffer *) buffer->context)->memory);
+    return ((struct address_buffer *) buffer->context)->base;
 }
 
 // llama.cpp's loader places a tensor here because its name matched the override: find out which weight it is.
 static enum ggml_status tsg_buffer_init_tensor(ggml_backend_buffer_t buffer, struct ggml_tensor * tensor) {
-    struct tsg_pager * pager = ((struct host_buffer *) buffer->context)->pager;
+    struct tsg_pager * pager = ((struct address_buffer *) buffer->context)->pager;
     for (int32_t l = 0; l < pager->n_layers; l++) {
         struct tsg_layer * layer = pager->layers[l];
         for (int32_t p = 0; p < layer->n_parts; p++) {
@@ -71,7 +76,7 @@ static enum ggml_status tsg_buffer_init_tensor(ggml_backend_buffer_t buffer, str
                 tsg_fail(TSG_E_ARGUMENT, "%s has another type or shape than was planned", tensor->name);
                 return GGML_STATUS_FAILED;
             }
-            w->host       = tensor->data;
+            w->place      = tensor->data;
             tensor->extra = w;
             return GGML_STATUS_SUCCESS;
         }
@@ -80,29 +85,31 @@ static enum ggml_status tsg_buffer_init_tensor(ggml_backend_buffer_t buffer, str
     return GGML_STATUS_FAILED;
 }
 
+// Counted, not kept: tsg_pager_ready() maps the same bytes.
 static void tsg_buffer_set_tensor(ggml_backend_buffer_t buffer, struct ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
-    struct tsg_pager *  pager = ((struct host_buffer *) buffer->context)->pager;
-    struct tsg_weight * w     = tensor->extra;
-    struct tsg_pool *   pool  = &pager->pools[w->layer->pool];
-    memcpy((char *) tensor->data + offset, data, size);
+    struct tsg_weight * w = tensor->extra;
     w->arrived += size;
-    if (pool->resident) {
-        ggml_backend_tensor_set(pool->slot[w->part], data, (size_t) w->layer->first * w->bytes + offset, size);
+    w->changed |= !tsg_host_has(((struct address_buffer *) buffer->context)->pager, w, data, offset, size);
+}
+
+// For a backend that cannot read this buffer. Zeros before the pager is ready.
+static void tsg_buffer_get_tensor(ggml_backend_buffer_t buffer, const struct ggml_tensor * tensor, void * data, size_t offset, size_t size) {
+    const struct tsg_weight * w = tensor->view_src ? tensor->view_src->extra : tensor->extra;
+    (void) buffer;
+    if (w->host) {
+        memcpy(data, w->host + tensor->view_offs + offset, size);
+    } else {
+        memset(data, 0, size);
     }
 }
 
-static void tsg_buffer_get_tensor(ggml_backend_buffer_t buffer, const struct ggml_tensor * tensor, void * data, size_t offset, size_t size) {
-    (void) buffer;
-    memcpy(data, (const char *) tensor->data + offset, size);
-}
-
+// The file is not written.
 static void tsg_buffer_memset_tensor(ggml_backend_buffer_t buffer, struct ggml_tensor * tensor, uint8_t value, size_t offset, size_t size) {
-    (void) buffer;
-    memset((char *) tensor->data + offset, value, size);
+    (void) buffer, (void) tensor, (void) value, (void) offset, (void) size;
 }
 
 static void tsg_buffer_clear(ggml_backend_buffer_t buffer, uint8_t value) {
-    memset(tsg_buffer_get_base(buffer), value, buffer->size);
+    (void) buffer, (void) value;
 }
 
 // ---- buffer type ----
@@ -113,15 +120,14 @@ static const char * tsg_buffer_type_get_name(ggml_backend_buffer_type_t buft) {
 }
 
 static ggml_backend_buffer_t tsg_buffer_type_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
-    struct tsg_pager *   pager = pager_of(buft);
-    struct host_buffer * host  = malloc(sizeof(struct host_buffer));
-    bool                 pinned;
-    *host = (struct host_buffer) { .pager = pager, .memory = tsg_host_alloc(pager, size, &pinned) };
-    if (!host->memory) {
-        free(host);
-        tsg_fail(TSG_E_MEMORY, "%zu MiB of host memory for the experts cannot be had", size >> 20);
+    struct address_buffer * addresses = malloc(sizeof(struct address_buffer));
+    void *                  base      = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (!addresses || base == MAP_FAILED) {
+        free(addresses);
+        tsg_fail(TSG_E_MEMORY, "%zu MiB of addresses for the experts cannot be had", size >> 20);
         return NULL;
     }
+    *addresses = (struct address_buffer) { .pager = pager_of(buft), .base = base };
     const struct ggml_backend_buffer_i iface = {
         .free_buffer   = tsg_buffer_free,
         .get_base      = tsg_buffer_get_base,
@@ -131,10 +137,8 @@ static ggml_backend_buffer_t tsg_buffer_type_alloc_buffer(ggml_backend_buffer_ty
         .get_tensor    = tsg_buffer_get_tensor,
         .clear         = tsg_buffer_clear,
     };
-    pager->host_bytes += size;
-    pager->host_pageable |= !pinned;
-    tsg_pager_ref(pager);
-    return ggml_backend_buffer_init(buft, iface, host, size);
+    tsg_pager_ref(addresses->pager);
+    return ggml_backend_buffer_init(buft, iface, addresses, size);
 }
 
 static size_t tsg_buffer_type_get_alignment(ggml_backend_buffer_type_t buft) {

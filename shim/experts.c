@@ -9,7 +9,7 @@ void tsg_pager_stats(struct tsg_pager * pager, struct tsg_stats * out) {
     mtx_lock(&pager->lock);
     *out = (struct tsg_stats) {
         .phase         = { pager->counts[0], pager->counts[1] },
-        .host_pinned   = !pager->host_pageable,
+        .host_rung     = pager->host.rung,
         .all_resident  = pager->n_pools > 0,
         .notes         = pager->notes,
         .device_engine = pager->resident != NULL,

@@ -1,4 +1,5 @@
 // pager.c - life of a pager: pools and layers are added, committed to device memory, filled by llama.cpp's loader, released by the last user.
+#include "cuda.h"
 #include "pager.h"
 
 #include <stdio.h>
@@ -23,6 +24,7 @@ void tsg_pager_unref(struct tsg_pager * pager) {
         return;
     }
     tsg_resident_free(pager);
+    tsg_host_free(pager);
     for (int32_t i = 0; i < pager->n_pools; i++) {
         tsg_pool_free(&pager->pools[i]);
     }
@@ -30,6 +32,7 @@ void tsg_pager_unref(struct tsg_pager * pager) {
         free_layer(pager->layers[i], !pager->tables);
     }
     ggml_backend_buffer_free(pager->tables);
+    tsg_cuda_close(pager->cuda);
     mtx_destroy(&pager->lock);
     free(pager->pools);
     free(pager->layers);
@@ -52,6 +55,7 @@ enum tsg_status tsg_pager_new(void * inner_device, enum tsg_policy policy, enum 
     mtx_init(&pager->lock, mtx_plain);
     tsg_buffer_type_init(pager);
     tsg_device_init(pager);
+    tsg_host_init(pager);
     *out = pager;
     return TSG_OK;
 }
@@ -119,6 +123,8 @@ static enum tsg_status add_weight(struct tsg_layer * layer, const struct tsg_par
         .bytes = ggml_row_size((enum ggml_type) part->type, part->ne0) * (size_t) part->ne1,
         .part  = layer->n_parts++,
         .layer = layer,
+        .shard  = part->shard,
+        .offset = part->offset,
     };
     snprintf(w->name, sizeof(w->name), "%s", part->weight);
     snprintf(w->bias_name, sizeof(w->bias_name), "%s", part->bias ? part->bias : "");
@@ -289,27 +295,42 @@ static enum tsg_status choose_engine(struct tsg_pager * pager) {
     return TSG_OK;
 }
 
-enum tsg_status tsg_pager_ready(struct tsg_pager * pager) {
+// Whether the host pool is there for every weight.
+static bool host_complete(const struct tsg_pager * pager) {
+    bool complete = pager->host.rung != TSG_HOST_NONE;
+    for (int32_t i = 0; i < pager->n_layers; i++) {
+        for (int32_t p = 0; p < pager->layers[i]->n_parts; p++) {
+            complete &= pager->layers[i]->weight[p].host != NULL;
+        }
+    }
+    return complete;
+}
+
+enum tsg_status tsg_pager_ready(struct tsg_pager * pager, bool (*progress)(float fraction, void * data), void * data) {
     if (!pager->committed) {
         return tsg_fail(TSG_E_STATE, "a pager is committed before it is loaded");
     }
     for (int32_t i = 0; i < pager->n_layers; i++) {
         for (int32_t p = 0; p < pager->layers[i]->n_parts; p++) {
-            const struct tsg_weight * w    = &pager->layers[i]->weight[p];
-            const size_t              want = w->bytes * (size_t) pager->layers[i]->n_expert;
-            if (w->arrived != want) {
-                return tsg_fail(TSG_E_STATE, "%s: %zu of %zu bytes arrived in the host pool", w->name, w->arrived, want);
+            const struct tsg_weight * w = &pager->layers[i]->weight[p];
+            if (w->arrived != tsg_weight_bytes(w)) {
+                return tsg_fail(TSG_E_STATE, "%s: %zu of %zu bytes arrived in the host pool", w->name, w->arrived, tsg_weight_bytes(w));
             }
         }
     }
-    for (int32_t i = 0; i < pager->n_pools; i++) {
+    enum tsg_status status = host_complete(pager) ? TSG_OK : tsg_host_open(pager, progress, data);
+    for (int32_t i = 0; i < pager->n_pools && status == TSG_OK; i++) {
         if (pager->pools[i].resident) {
             tsg_slots_fill(&pager->pools[i].slots);
         }
     }
-    const enum tsg_status status = choose_engine(pager);
-    pager->ready                 = status == TSG_OK;
+    status       = status == TSG_OK ? choose_engine(pager) : status;
+    pager->ready = status == TSG_OK;
     return status;
+}
+
+const char * tsg_pager_host(struct tsg_pager * pager) {
+    return pager->host.text;
 }
 
 const char * tsg_pager_engine(struct tsg_pager * pager) {

@@ -3,7 +3,11 @@
 //   api.c      errors, the ABI guard, devices
 //   pager.c    life of a pager
 //   experts.c  counters, and experts by hand
-//   buffer.c   the expert buffer type: host memory that llama.cpp's loader fills
+//   buffer.c   the expert buffer type: addresses without memory, which llama.cpp's loader believes to fill
+//   host.c     the host pool: the ladder of ways to the device; host.h says which
+//   map.c      the files
+//   pin.c      page-locking for it
+//   ring.c     copies from pageable memory
 //   device.c   the proxy device that llama.cpp is given
 //   backend.c  its backend: forwards to the inner one, graphs go through the engine
 //   engine.c   the host-driven engine: cuts a graph at the expert layers, makes routed experts resident, points the nodes at slots
@@ -18,6 +22,7 @@
 #pragma once
 
 #include "ggml-abi.h"
+#include "host.h"
 #include "slots.h"
 
 #include <stdatomic.h>
@@ -34,8 +39,13 @@ struct tsg_weight {
     size_t          bytes;    // of one expert
     float *         bias;     // [n_expert][ne1], page-locked
     float *         scale;    // [n_expert], page-locked
-    const uint8_t * host;     // [n_expert][bytes] in the host pool, NULL until the loader has placed it
-    size_t          arrived;  // bytes that the loader has stored
+    int32_t         shard;    // where it lies: index of the file,
+    uint64_t        offset;   // and byte in it
+    const uint8_t * host;     // [n_expert][bytes] in the host pool, NULL until the pager is ready
+    void *          copy;     // handle of a page-locked copy, NULL: host is in the mapping
+    const void *    place;    // the address that the loader knows, NULL before it has placed the tensor
+    size_t          arrived;  // bytes that the loader has offered
+    bool            changed;  // and some were not those of the file
     int32_t         part;
     struct tsg_layer * layer;
 };
@@ -63,6 +73,7 @@ struct tsg_pool {
     int32_t                 n_parts;
     bool                    resident;  // every expert has a slot, slot = id: nothing ever moves
     const struct tsg_weight * layout;    // first layer's weights
+    struct tsg_ring *       ring;      // the way of its experts to the device, NULL: straight
     struct ggml_context *   ctx;
     struct ggml_context *   stage_ctx;
     int32_t                 n_stages;  // 0 if resident; 2 let the next layer be copied while one computes
@@ -90,6 +101,8 @@ struct tsg_pager {
     bool                            committed;
     bool                            ready;     // the host pool is complete
     enum tsg_engine_kind            engine;    // what the caller asked for
+    struct tsg_host                 host;
+    struct tsg_cuda *               cuda;      // the driver, NULL until somebody needs it: see tsg_pager_cuda()
     struct tsg_resident *           resident;  // slot maps and kernels on a CUDA device, NULL: host-driven
     struct tsg_notes                notes;
     char                            why[256];  // why the engine is what it is
@@ -101,9 +114,11 @@ struct tsg_pager {
 
     ggml_backend_buffer_t tables;  // biases and scales on the host
     struct tsg_counts     counts[2];
-    size_t                host_bytes;
-    bool                  host_pageable;  // some host buffer could not be page-locked
 };
+
+static inline size_t tsg_weight_bytes(const struct tsg_weight * w) {
+    return w->bytes * (size_t) w->layer->n_expert;
+}
 
 // errors
 enum tsg_status tsg_fail(enum tsg_status status, const char * format, ...) __attribute__((format(printf, 2, 3)));
@@ -114,8 +129,11 @@ void tsg_pager_unref(struct tsg_pager * pager);
 
 // buffer.c
 void                  tsg_buffer_type_init(struct tsg_pager * pager);
-ggml_backend_buffer_t tsg_host_alloc(struct tsg_pager * pager, size_t size, bool * pinned);
+ggml_backend_buffer_t tsg_host_alloc(struct tsg_pager * pager, size_t size, bool * pinned);  // page-locked if the device grants it
 struct tsg_weight *   tsg_weight_of(struct tsg_pager * pager, const struct ggml_tensor * tensor);  // NULL: not an expert weight of this pager
+
+// pin.c
+struct tsg_cuda * tsg_pager_cuda(struct tsg_pager * pager);  // the driver for the inner device; NULL, and why in tsg_last_error(), if it is no CUDA device
 
 // device.c, backend.c
 void           tsg_device_init(struct tsg_pager * pager);

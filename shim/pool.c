@@ -78,10 +78,21 @@ static void copy_in(ggml_backend_t backend, struct ggml_tensor * tensor, const v
     }
 }
 
+// Experts in pageable memory take the ring; the call without a backend waits anyway.
+static void copy_weight(const struct tsg_pool * pool, ggml_backend_t backend, struct ggml_tensor * tensor, const struct tsg_weight * w, int32_t expert,
+                        int64_t index) {
+    const uint8_t * data = w->host + (size_t) expert * w->bytes;
+    if (backend && pool->ring) {
+        tsg_ring_copy(pool->ring, backend, tensor, data, (size_t) index * w->bytes, w->bytes);
+    } else {
+        copy_in(backend, tensor, data, w->bytes, index);
+    }
+}
+
 void tsg_pool_load_slot(struct tsg_pool * pool, ggml_backend_t backend, const struct tsg_layer * layer, int32_t expert, int32_t slot) {
     for (int32_t p = 0; p < layer->n_parts; p++) {
         const struct tsg_weight * w = &layer->weight[p];
-        copy_in(backend, pool->slot[p], w->host + (size_t) expert * w->bytes, w->bytes, slot);
+        copy_weight(pool, backend, pool->slot[p], w, expert, slot);
         if (w->bias) {
             copy_in(backend, pool->bias[p], w->bias + expert * w->ne1, (size_t) w->ne1 * sizeof(float), slot);
         }
@@ -93,8 +104,7 @@ void tsg_pool_load_slot(struct tsg_pool * pool, ggml_backend_t backend, const st
 
 void tsg_pool_load_stage(struct tsg_pool * pool, ggml_backend_t backend, const struct tsg_layer * layer, int32_t expert) {
     for (int32_t p = 0; p < layer->n_parts; p++) {
-        const struct tsg_weight * w = &layer->weight[p];
-        copy_in(backend, pool->stage[0][p], w->host + (size_t) expert * w->bytes, w->bytes, expert);
+        copy_weight(pool, backend, pool->stage[0][p], &layer->weight[p], expert, expert);
     }
 }
 

@@ -96,7 +96,6 @@ void tsg_resident_free(struct tsg_pager * pager) {
     if (r->link) {
         r->cuda->memory_free(r->link);
     }
-    tsg_cuda_close(r->cuda);
     free(r->pool);
     free(r->layer);
     free(r->page);
@@ -108,18 +107,16 @@ void tsg_resident_free(struct tsg_pager * pager) {
 bool tsg_resident_init(struct tsg_pager * pager) {
     struct ggml_backend_dev_props props;
     ggml_backend_dev_get_props(pager->inner, &props);
-    if (strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(pager->inner)), "CUDA") != 0 || !props.device_id || !props.caps.events) {
-        tsg_fail(TSG_E_STATE, "%s is no CUDA device", ggml_backend_dev_name(pager->inner));
-        return false;
-    }
-    if (pager->host_pageable) {
+    if (pager->host.rung == TSG_HOST_PAGEABLE) {
         tsg_fail(TSG_E_STATE, "the experts lie in pageable memory, which the device cannot read by itself");
         return false;
     }
-    struct tsg_cuda *     cuda = tsg_cuda_open(props.device_id);
-    struct tsg_resident * r    = cuda ? calloc(1, sizeof(struct tsg_resident)) : NULL;
+    struct tsg_cuda * cuda = tsg_pager_cuda(pager);
+    if (cuda && !props.caps.events) {
+        tsg_fail(TSG_E_STATE, "%s has no events", ggml_backend_dev_name(pager->inner));
+    }
+    struct tsg_resident * r = cuda && props.caps.events ? calloc(1, sizeof(struct tsg_resident)) : NULL;
     if (!r) {
-        tsg_cuda_close(cuda);
         return false;
     }
     const size_t pools = (size_t) pager->n_pools;

@@ -18,6 +18,8 @@ enum tsg_status {
     TSG_E_MEMORY   = 2,  // an allocation on the host or on the device failed
     TSG_E_STATE    = 3,  // not possible now (before commit, after commit, everything pinned)
     TSG_E_ABI      = 4,  // the loaded llama.cpp is not the one this library was built for
+    TSG_E_FILE     = 5,  // the file cannot be read, or is not what its header says
+    TSG_E_STOPPED  = 6,  // the progress callback asked to stop
 };
 
 enum tsg_policy {
@@ -39,6 +41,14 @@ enum tsg_engine_kind {
     TSG_ENGINE_DEVICE = 2,  // the device does, in one CUDA graph per token; an error where it cannot
 };
 
+// How the device reads experts that are in no slot. What a rung cannot do the next one does.
+enum tsg_host_rung {
+    TSG_HOST_NONE     = 0,  // not loaded
+    TSG_HOST_MAPPED   = 1,  // the file's own pages, registered with the driver; on the CPU as they are
+    TSG_HOST_PINNED   = 2,  // page-locked copies
+    TSG_HOST_PAGEABLE = 3,  // the file's own pages, through page-locked staging where there is some; host-driven engine only
+};
+
 enum tsg_limits {
     TSG_DECODE_TOKENS = 8,    // a graph of up to so many tokens counts as decode
     TSG_MAX_PARTS     = 4,    // weights of one expert: gate, up, down, or gate_up and down
@@ -56,6 +66,8 @@ struct tsg_part {
     int32_t      type;    // enum ggml_type of the weight
     int64_t      ne0;     // columns (input features)
     int64_t      ne1;     // rows (output features)
+    int32_t      shard;   // which file, in the order of tsg_pager_add_file()
+    uint64_t     offset;  // of its first byte there
 };
 
 // Counters since the pager was made or tsg_pager_reset_stats(). A lookup is one distinct expert of one layer in one graph; in a pool that holds all
@@ -85,7 +97,7 @@ struct tsg_stats {
     struct tsg_counts phase[2];  // [enum tsg_phase]
     uint64_t host_bytes;         // expert bytes in the host pool
     uint64_t host_tensors;
-    bool     host_pinned;        // every host buffer is page-locked for the device
+    enum tsg_host_rung host_rung;
     uint64_t pool_bytes;         // device memory of the slots
     uint64_t stage_bytes;        // device memory of the prefill stages
     int64_t  slots_total;
@@ -126,14 +138,16 @@ void tsg_device_get(void * device, struct tsg_device * out);
 double tsg_device_link_rate(void * device, size_t size, int32_t repeats);
 bool tsg_device_supports(void * device, int32_t type, int64_t ne0, int64_t ne1, int64_t n_expert, int64_t n_used);
 
-// Life of a pager: new, add pools and layers, commit (allocates the slots), hand device and buffer type to llama_model_load_from_file, ready
-// (every byte arrived), use, free. Free releases the caller's hold; the last buffer or backend of the model releases the rest.
+// Life of a pager: new, add files, pools and layers, commit (allocates the slots), hand device and buffer type to llama_model_load_from_file, ready
+// (every byte of the experts was offered; maps them, page-locks them and fills the pools that hold everything), use, free. `progress`, or NULL, hears
+// 0 to 1 and returns false to stop. Free releases the caller's hold; the last buffer or backend of the model releases the rest.
 enum tsg_status tsg_pager_new(void * inner_device, enum tsg_policy policy, enum tsg_engine_kind engine, struct tsg_pager ** out);
+enum tsg_status tsg_pager_add_file(struct tsg_pager * pager, const char * path);
 enum tsg_status tsg_pager_add_pool(struct tsg_pager * pager, int64_t n_slots, int32_t n_stages, int32_t * pool);
 enum tsg_status tsg_pager_add_layer(struct tsg_pager * pager, int32_t pool, int32_t n_expert, int32_t n_used,
                                     const struct tsg_part * parts, int32_t n_parts, int32_t * layer);
 enum tsg_status tsg_pager_commit(struct tsg_pager * pager);
-enum tsg_status tsg_pager_ready(struct tsg_pager * pager);
+enum tsg_status tsg_pager_ready(struct tsg_pager * pager, bool (*progress)(float fraction, void * data), void * data);
 void            tsg_pager_free(struct tsg_pager * pager);
 
 void * tsg_pager_device(struct tsg_pager * pager);       // ggml_backend_dev_t for llama_model_params.devices
@@ -142,6 +156,7 @@ void * tsg_pager_buffer_type(struct tsg_pager * pager);  // ggml_backend_buffer_
 void            tsg_pager_stats(struct tsg_pager * pager, struct tsg_stats * out);
 void            tsg_pager_reset_stats(struct tsg_pager * pager);
 const char *    tsg_pager_engine(struct tsg_pager * pager);  // which engine runs and why, for people; valid while the pager is
+const char *    tsg_pager_host(struct tsg_pager * pager);    // which rung of the host pool holds and why, likewise
 enum tsg_status tsg_pager_set_link(struct tsg_pager * pager, double bytes_per_second);  // slows the link down (device engine only); 0 = the real one
 enum tsg_status tsg_pager_set_policy(struct tsg_pager * pager, enum tsg_policy policy);
 enum tsg_status tsg_pager_check_integrity(struct tsg_pager * pager);

@@ -8,7 +8,8 @@ llama.cpp's loader then gets as plain addresses again. Every failing call turns 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from typing import Any
 import cffi
 
 from tinyserve_gguf import _llama
-from tinyserve_gguf.errors import AbiMismatchError, CapacityError, EngineError, OptionError, TinyserveError
+from tinyserve_gguf.errors import AbiMismatchError, CapacityError, EngineError, ModelFileError, OptionError, TinyserveError
 
 ENGINES = ("auto", "host", "device")  # in the order of enum tsg_engine_kind
+HOST_RUNGS = ("none", "mapped", "pinned", "pageable")  # in the order of enum tsg_host_rung
 POLICIES = ("lfru", "lru", "slru", "lfu", "fifo")  # in the order of enum tsg_policy
 _REPAIR = "run: pip install --force-reinstall --no-cache-dir tinyserve-gguf"
 
@@ -56,6 +58,8 @@ _ERRORS: dict[int, type[TinyserveError]] = {
     _lib.TSG_E_MEMORY: CapacityError,
     _lib.TSG_E_STATE: EngineError,
     _lib.TSG_E_ABI: AbiMismatchError,
+    _lib.TSG_E_FILE: ModelFileError,
+    _lib.TSG_E_STOPPED: EngineError,
 }
 
 
@@ -148,7 +152,8 @@ class PagerStats:
     decode: Counts
     host_bytes: int
     host_tensors: int
-    host_pinned: bool
+    host_rung: str  # one of HOST_RUNGS: how the device reads experts that are in no slot
+    host: str  # the same for people, and why
     pool_bytes: int
     stage_bytes: int
     slots_total: int
@@ -191,6 +196,8 @@ class Part:
     type_id: int
     ne0: int
     ne1: int
+    shard: int  # index of the file it lies in
+    offset: int  # of its first byte there
     bias: str | None = None
     bias_data: bytes | None = None
     scale: str | None = None
@@ -198,7 +205,7 @@ class Part:
 
 
 class Pager:
-    """Expert paging for one model on one device. Call order: add_pool, add_layer, commit, load the model, ready."""
+    """Expert paging for one model on one device. Call order: add_file, add_pool, add_layer, commit, load the model, ready."""
 
     def __init__(self, device: Device, policy: str, engine: str = "auto") -> None:
         out = _ffi.new("struct tsg_pager **")
@@ -217,6 +224,10 @@ class Pager:
         if not self._handle:
             raise OptionError("the model is closed")
         return self._handle
+
+    def add_file(self, path: Path) -> None:
+        """The next shard. ModelFileError if it cannot be opened."""
+        _check(_lib.tsg_pager_add_file(self._pager, os.fsencode(path)))
 
     def add_pool(self, n_slots: int, n_stages: int = 1) -> int:
         index = _ffi.new("int32_t *")
@@ -239,6 +250,7 @@ class Pager:
             array[i].weight, array[i].bias, array[i].scale = text(part.weight), text(part.bias), text(part.scale)
             array[i].bias_data, array[i].scale_data = table(part.bias_data), table(part.scale_data)
             array[i].type, array[i].ne0, array[i].ne1 = part.type_id, part.ne0, part.ne1
+            array[i].shard, array[i].offset = part.shard, part.offset
         index = _ffi.new("int32_t *")
         _check(_lib.tsg_pager_add_layer(self._pager, pool, n_expert, n_used, array, len(parts), index))
         return int(index[0])
@@ -247,9 +259,31 @@ class Pager:
         """Allocate the slots on the device. CapacityError if they do not fit."""
         _check(_lib.tsg_pager_commit(self._pager))
 
-    def ready(self) -> None:
-        """Check that the loader stored every byte of every expert."""
-        _check(_lib.tsg_pager_ready(self._pager))
+    def ready(self, progress: Callable[[float], bool] | None = None) -> None:
+        """Check that the loader came past every byte of every expert, open the host pool and fill the pools that hold everything.
+
+        `progress` hears 0..1 and returns False to stop: then EngineError. ModelFileError if the file is no longer what its header said.
+        """
+        raised: list[BaseException] = []
+        callback = _ffi.NULL
+        if progress is not None:
+
+            def heard(fraction: float, _data: object) -> bool:
+                return bool(progress(fraction))
+
+            def failed(_kind: object, error: BaseException, _trace: object) -> None:
+                raised.append(error)  # it cannot pass through C; the callback has returned False
+
+            callback = _ffi.callback("bool(float, void *)", heard, error=False, onerror=failed)
+        status = _lib.tsg_pager_ready(self._pager, callback, _ffi.NULL)
+        if raised:
+            raise raised[0]
+        _check(status)
+
+    @property
+    def host(self) -> str:
+        """How the device reads experts that are in no slot, and why so. Known after `ready`."""
+        return str(_ffi.string(_lib.tsg_pager_host(self._pager)).decode("utf-8", "replace"))
 
     @property
     def engine(self) -> str:
@@ -276,7 +310,8 @@ class Pager:
             decode=_counts(out.phase[_lib.TSG_DECODE]),
             host_bytes=out.host_bytes,
             host_tensors=out.host_tensors,
-            host_pinned=out.host_pinned,
+            host_rung=HOST_RUNGS[out.host_rung],
+            host=self.host,
             pool_bytes=out.pool_bytes,
             stage_bytes=out.stage_bytes,
             slots_total=out.slots_total,

@@ -10,7 +10,7 @@ from types import TracebackType
 from tinyserve_gguf import _llama, _shim
 from tinyserve_gguf._llama import ContextOptions, NativeModel, Offload, Sampling
 from tinyserve_gguf._shim import Device, Pager, Part
-from tinyserve_gguf.errors import CapacityError, ModelFileError, OptionError
+from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, OptionError
 from tinyserve_gguf.experts import Experts, table_bytes
 from tinyserve_gguf.facts import ExpertLayer, ModelFacts, PartFacts, read_facts
 from tinyserve_gguf.plan import CacheSpec, DeviceFacts, Plan, make_plan
@@ -80,7 +80,7 @@ def load(
         n_threads: threads of CPU computation; by default one per core.
         engine: "auto", "host" (the host reads the router's choice once a layer) or "device" (one CUDA graph a token; an error where that cannot be).
         link_gbps: slow the host-to-device link down to so many GB/s, for what-if runs on the device engine.
-        progress: called with 0..1 while weights are loaded; returning False stops it.
+        progress: called with 0..1 while weights are loaded; returning False stops it with an EngineError.
 
     Raises ModelFileError, OptionError or CapacityError, one line each, before anything is left behind.
     """
@@ -98,6 +98,26 @@ def load(
     plan, chosen = plan_for(facts, expert_cache=expert_cache, device=device, n_ctx=n_ctx, n_ubatch=n_ubatch)
     options = ContextOptions(n_ctx=n_ctx, n_batch=n_ubatch, n_ubatch=n_ubatch, n_threads=n_threads or default_threads())
     return Model(plan, chosen, policy, options, engine=engine, link_gbps=link_gbps, progress=progress)
+
+
+class _Progress:
+    """The caller's progress callback over several parts of a load."""
+
+    def __init__(self, progress: Callable[[float], bool] | None) -> None:
+        self._progress = progress
+        self.stopped = False
+
+    def part(self, low: float, high: float) -> Callable[[float], bool] | None:
+        """A callback for the part from `low` to `high` of the whole, whose own fraction goes from 0 to 1."""
+        progress = self._progress
+        if progress is None:
+            return None
+
+        def heard(fraction: float) -> bool:
+            self.stopped = not progress(low + (high - low) * fraction)
+            return not self.stopped
+
+        return heard
 
 
 class Model:
@@ -132,8 +152,11 @@ class Model:
     def _open(self, engine: str, link_gbps: float | None, progress: Callable[[float], bool] | None) -> None:
         layers: dict[tuple[int, str], tuple[int, ExpertLayer]] = {}
         offload: Offload | None = None if self._device.is_cpu else Offload(self._device.handle)
+        stage = _Progress(progress)
         if self.facts.is_moe:
             self._pager = Pager(self._device, self.policy, engine)
+            for shard in self.facts.shards:
+                self._pager.add_file(shard)
             for pool in self.plan.pools:
                 index = self._pager.add_pool(pool.n_slots, pool.n_stages)
                 for layer in pool.group.layers:
@@ -142,15 +165,17 @@ class Model:
             self._pager.commit()
             offload = self._pager.offload(EXPERT_PATTERN)
         try:
-            self._native = NativeModel(str(self.facts.path), offload, progress=progress)
+            self._native = NativeModel(str(self.facts.path), offload, progress=stage.part(0, 0.5 if self._pager else 1))
         except ModelFileError as error:
+            if stage.stopped:
+                raise EngineError("loading was stopped") from error
             if self._pager and "cannot be had" in _shim.last_error():
                 raise CapacityError(f"{_shim.last_error()}; close other programs, or use a smaller quantisation") from error
             raise
         if not self._native.is_generative():
             raise ModelFileError(f"{self.facts.path}: {self.facts.architecture} does not write text token by token (an encoder or a diffusion model)")
         if self._pager:
-            self._pager.ready()
+            self._pager.ready(stage.part(0.5, 1))
             if link_gbps is not None:
                 self._pager.set_link(link_gbps * 1e9)
         elif link_gbps is not None or engine != "auto":
@@ -166,6 +191,8 @@ class Model:
         return Part(
             weight=w.name,
             type_id=w.type_id,
+            shard=w.shard,
+            offset=w.offset,
             ne0=w.ne(0),
             ne1=w.ne(1),
             bias=part.bias.name if part.bias else None,
@@ -216,6 +243,15 @@ class Model:
     def engine(self) -> str:
         """Which expert engine runs, and why, for people."""
         return self._pager.engine if self._pager else "llama.cpp alone"
+
+    def lines(self) -> list[str]:
+        """What was decided and why, for people: the plan, and what could only be known once the model was loaded."""
+        return self.plan.lines() + ([f"engine: {self.engine}", f"host pool: {self.host_pool}"] if self._pager else [])
+
+    @property
+    def host_pool(self) -> str:
+        """How the device reads experts that are in no slot, and why so, for people."""
+        return self._pager.host if self._pager else "none, nothing is paged"
 
     @property
     def n_ctx(self) -> int:

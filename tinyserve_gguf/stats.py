@@ -42,7 +42,8 @@ class Stats:
             return [f"dense model on {self.device}: nothing is paged"]
         lines = [
             f"{pager.slots_used} of {pager.slots_total} slots in use on {self.device}, {pager.pool_bytes / 2**20:.0f} MiB; policy {self.policy}; "
-            f"{pager.host_bytes / 2**20:.0f} MiB of experts in {'page-locked' if pager.host_pinned else 'pageable'} host memory"
+            f"{pager.host_bytes / 2**20:.0f} MiB of experts",
+            f"host pool: {pager.host}",
         ]
         for name, c in (("prefill", pager.prefill), ("decode", pager.decode)):
             rate = hit_rate(c)

@@ -55,15 +55,22 @@ static void set_random(struct ggml_tensor * tensor, float centre, float spread) 
     free(values);
 }
 
-// In pieces, like llama.cpp's loader.
-static void set_weight(struct ggml_tensor * tensor) {
-    const size_t n      = ggml_nbytes(tensor), third = n / 3;
-    float *      values = random_values(tensor->name, (size_t) ggml_nelements(tensor), 0, 0.3f);
+// Of [ne0, rows]; free() it.
+static void * weight_bytes(const char * name, enum ggml_type type, int64_t ne0, int64_t rows) {
+    const size_t n      = ggml_row_size(type, ne0) * (size_t) rows;
+    float *      values = random_values(name, (size_t) (ne0 * rows), 0, 0.3f);
     void *       bytes  = malloc(n);
-    CHECK(ggml_quantize_chunk(tensor->type, values, bytes, 0, ggml_nrows(tensor), tensor->ne[0], NULL) == n);
+    CHECK(ggml_quantize_chunk(type, values, bytes, 0, rows, ne0, NULL) == n);
+    free(values);
+    return bytes;
+}
+
+// In pieces, as a loader may.
+static void set_weight(struct ggml_tensor * tensor) {
+    const size_t n = ggml_nbytes(tensor), third = n / 3;
+    void *       bytes = weight_bytes(tensor->name, tensor->type, tensor->ne[0], ggml_nrows(tensor));
     ggml_backend_tensor_set(tensor, bytes, 0, third);
     ggml_backend_tensor_set(tensor, (char *) bytes + third, third, n - third);
-    free(values);
     free(bytes);
 }
 
@@ -128,6 +135,27 @@ void side_free(struct side * side) {
 
 // ---- both ----
 
+// A file without a name. It begins with something that is no weight.
+static int new_file(struct tsg_pager * pager) {
+    char      path[] = "/tmp/rig-XXXXXX";
+    const int file   = mkstemp(path);
+    CHECK(file >= 0 && write(file, "header", 6) == 6 && lseek(file, 96, SEEK_SET) == 96);
+    CHECK(tsg_pager_add_file(pager, path) == TSG_OK && unlink(path) == 0);
+    return file;
+}
+
+// Appends the weight to its shard, aligned to 32 bytes as in a GGUF.
+static void write_weight(struct rig * rig, int32_t l, struct tsg_part * part) {
+    const int    file  = rig->file[l % 2];
+    const size_t n     = ggml_row_size(rig->spec.type, part->ne0) * (size_t) (part->ne1 * rig->spec.n_expert[l]);
+    void *       bytes = weight_bytes(part->weight, rig->spec.type, part->ne0, part->ne1 * rig->spec.n_expert[l]);
+    const off_t  at    = lseek(file, (lseek(file, 0, SEEK_CUR) + 31) / 32 * 32, SEEK_SET);
+    CHECK(at >= 96 && write(file, bytes, n) == (ssize_t) n);
+    part->shard  = l % 2;
+    part->offset = (uint64_t) at;
+    free(bytes);
+}
+
 static void add_layer(struct rig * rig, int32_t l, int32_t pool) {
     const struct spec * spec = &rig->spec;
     struct tsg_part     parts[RIG_PARTS];
@@ -146,6 +174,7 @@ static void add_layer(struct rig * rig, int32_t l, int32_t pool) {
             .ne0        = rig_ne0(spec, p),
             .ne1        = rig_ne1(spec, p),
         };
+        write_weight(rig, l, &parts[p]);
     }
     CHECK(tsg_pager_add_layer(rig->pager, pool, spec->n_expert[l], spec->n_used, parts, rig_n_parts(spec), &rig->layer[l]) == TSG_OK);
     for (int32_t p = 0; p < rig_n_parts(spec); p++) {
@@ -160,6 +189,10 @@ struct tsg_pager * rig_pager(enum tsg_policy policy) {
     return pager;
 }
 
+enum tsg_status rig_ready(struct tsg_pager * pager) {
+    return tsg_pager_ready(pager, NULL, NULL);
+}
+
 enum tsg_status rig_pool(struct tsg_pager * pager, int64_t n_slots, int32_t * pool) {
     return tsg_pager_add_pool(pager, n_slots, 1, pool);
 }
@@ -171,6 +204,8 @@ struct ggml_tensor * rig_stage(const struct tsg_pool * pool, int32_t part) {
 struct rig rig_new(const struct spec * spec) {
     struct rig rig = { .spec = *spec, .cpu = ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0), .pager = rig_pager(spec->policy) };
     int32_t    pool[2];
+    rig.file[0] = new_file(rig.pager);
+    rig.file[1] = new_file(rig.pager);
     for (int i = 0; i <= spec->pools; i++) {
         CHECK(rig_pool(rig.pager, spec->n_slots, &pool[i]) == TSG_OK && pool[i] == i);
     }
@@ -195,11 +230,15 @@ ggml_backend_t rig_backend(struct rig * rig) {
     return one_thread(backend);
 }
 
-void rig_load(struct rig * rig) {
+void rig_offer(struct rig * rig) {
     CHECK(tsg_pager_commit(rig->pager) == TSG_OK);
     rig->plain = side_load(&rig->spec, one_thread(ggml_backend_dev_init(rig->cpu, NULL)), ggml_backend_cpu_buffer_type());
     rig->paged = side_load(&rig->spec, rig_backend(rig), tsg_pager_buffer_type(rig->pager));
-    CHECK(tsg_pager_ready(rig->pager) == TSG_OK);
+}
+
+void rig_load(struct rig * rig) {
+    rig_offer(rig);
+    CHECK(rig_ready(rig->pager) == TSG_OK);
 }
 
 struct rig rig_open(const struct spec * spec) {
@@ -212,6 +251,8 @@ void rig_close(struct rig * rig) {
     side_free(&rig->plain);
     side_free(&rig->paged);
     tsg_pager_free(rig->pager);
+    close(rig->file[0]);
+    close(rig->file[1]);
 }
 
 struct tsg_stats rig_stats(struct rig * rig) {

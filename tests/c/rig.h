@@ -50,6 +50,7 @@ struct rig {
     struct side        plain;
     struct side        paged;
     int32_t            layer[RIG_LAYERS];  // what tsg_pager_add_layer gave
+    int                file[2];            // the shards: layers take turns
 };
 
 // What goes into a graph: inputs, and where the ids come from.
@@ -84,12 +85,16 @@ int64_t rig_ne0(const struct spec * spec, int32_t part);
 int64_t rig_ne1(const struct spec * spec, int32_t part);
 
 struct tsg_pager *   rig_pager(enum tsg_policy policy);  // over the CPU device
+// tsg_pager_ready() without progress.
+enum tsg_status      rig_ready(struct tsg_pager * pager);
 enum tsg_status      rig_pool(struct tsg_pager * pager, int64_t n_slots, int32_t * pool);
 struct ggml_tensor * rig_stage(const struct tsg_pool * pool, int32_t part);
 
-// A pager with its layers, not committed.
+// A pager with its files and layers, not committed.
 struct rig rig_new(const struct spec * spec);
-// Commits, loads both sides, makes the proxy backend, checks that the pager is ready.
+// Commits, loads both sides, makes the proxy backend.
+void       rig_offer(struct rig * rig);
+// The same, and checks that the pager is ready.
 void       rig_load(struct rig * rig);
 struct rig rig_open(const struct spec * spec);
 void       rig_close(struct rig * rig);

@@ -141,7 +141,7 @@ static void more_memory_than_there_is(void) {
     CHECK(tsg_pager_add_layer(pager, pool[1], TSG_MAX_EXPERTS, 2, &huge, 1, &layer) == TSG_OK);
     CHECK(rig_failed(tsg_pager_commit(pager), TSG_E_MEMORY, "CPU has no room for a pool of 4096 experts of 16384.0 MiB"));
     CHECK(rig_failed(tsg_pager_commit(pager), TSG_E_MEMORY, "no room"));
-    CHECK(!ggml_backend_buft_alloc_buffer(tsg_pager_buffer_type(pager), (size_t) 1 << 46) && strstr(tsg_last_error(), "67108864 MiB of host memory"));
+    CHECK(!ggml_backend_buft_alloc_buffer(tsg_pager_buffer_type(pager), (size_t) 1 << 50) && strstr(tsg_last_error(), "1073741824 MiB of addresses"));
     tsg_pager_free(pager);
 }
 
@@ -187,9 +187,9 @@ static void the_device_engine_needs_cuda(void) {
     CHECK(strstr(tsg_pager_engine(rig.pager), "host-driven: ") && !rig_stats(&rig).device_engine);
     CHECK(rig_failed(tsg_pager_set_link(rig.pager, 1e9), TSG_E_ARGUMENT, "device engine"));
     rig.pager->engine = TSG_ENGINE_HOST;
-    CHECK(tsg_pager_ready(rig.pager) == TSG_OK && strstr(tsg_pager_engine(rig.pager), "as asked"));
+    CHECK(rig_ready(rig.pager) == TSG_OK && strstr(tsg_pager_engine(rig.pager), "as asked"));
     rig.pager->engine = TSG_ENGINE_DEVICE;
-    CHECK(tsg_pager_ready(rig.pager) == TSG_E_STATE && strlen(tsg_last_error()) > 0);
+    CHECK(rig_ready(rig.pager) == TSG_E_STATE && strlen(tsg_last_error()) > 0);
     rig_close(&rig);
 }
 
@@ -219,19 +219,19 @@ static void tensors_that_were_not_planned(void) {
 static void ready_when_every_byte_has_arrived(void) {
     struct rig            rig = rig_new(&small);
     struct ggml_context * ctx;
-    CHECK(tsg_pager_ready(rig.pager) == TSG_E_STATE);
+    CHECK(rig_ready(rig.pager) == TSG_E_STATE);
     CHECK(tsg_pager_commit(rig.pager) == TSG_OK);
-    CHECK(rig_failed(tsg_pager_ready(rig.pager), TSG_E_STATE, "blk.0.ffn_gate_exps.weight: 0 of"));
+    CHECK(rig_failed(rig_ready(rig.pager), TSG_E_STATE, "blk.0.ffn_gate_exps.weight: 0 of"));
     ggml_backend_buffer_t buffer = alloc_one(rig.pager, "blk.0.ffn_gate_exps.weight", GGML_TYPE_Q8_0, N_FF, &ctx);
     ggml_backend_tensor_set(ggml_get_first_tensor(ctx), zeros, 0, 100);
-    CHECK(rig_failed(tsg_pager_ready(rig.pager), TSG_E_STATE, "blk.0.ffn_gate_exps.weight: 100 of"));
+    CHECK(rig_failed(rig_ready(rig.pager), TSG_E_STATE, "blk.0.ffn_gate_exps.weight: 100 of"));
     CHECK(rig_stats(&rig).host_bytes == 100 && rig_stats(&rig).host_tensors == 1);
     ggml_backend_buffer_free(buffer);
     ggml_free(ctx);
     tsg_pager_free(rig.pager);
 }
 
-static void the_host_pool_is_memory(void) {
+static void the_host_pool_is_the_file(void) {
     struct rig           rig = rig_open(&small);
     struct ggml_tensor * w   = rig.paged.weight[1][2];
     const size_t         n   = ggml_nbytes(w);
@@ -250,12 +250,10 @@ static void the_host_pool_is_memory(void) {
         bytes += ggml_nbytes(rig.paged.weight[i / 3][i % 3]);
     }
     CHECK(rig_stats(&rig).host_bytes == bytes && rig_stats(&rig).host_tensors == 6);
-    ggml_backend_tensor_memset(w, 7, 3, n - 3);
-    ggml_backend_tensor_get(w, b, 0, n);
-    CHECK(memcmp(a, b, 3) == 0 && b[3] == 7 && b[n - 1] == 7);
+    ggml_backend_tensor_memset(w, 7, 3, n - 3);  // it is the file, which nobody writes
     ggml_backend_buffer_clear(rig.paged.experts, 1);
     ggml_backend_tensor_get(w, b, 0, n);
-    CHECK(b[0] == 1 && b[n - 1] == 1);
+    CHECK(memcmp(a, b, n) == 0);
     free(a);
     free(b);
     rig_close(&rig);
@@ -302,7 +300,7 @@ static void weights_are_gone_with_their_buffer(void) {
     CHECK(rig_failed(tsg_expert_host(rig.pager, 0, 0, 0, &host, &size), TSG_E_STATE, "not loaded"));
     CHECK(tsg_expert_prefetch(rig.pager, 0, 0) == TSG_E_STATE);
     CHECK(tsg_expert_pin(rig.pager, 0, 0, true) == TSG_E_STATE);
-    CHECK(tsg_pager_ready(rig.pager) == TSG_E_STATE && rig_stats(&rig).host_bytes == 0);
+    CHECK(rig_ready(rig.pager) == TSG_E_STATE && rig_stats(&rig).host_bytes == 0);
     side_free(&rig.plain);
     tsg_pager_free(rig.pager);
 }
@@ -377,7 +375,7 @@ int main(int argc, char ** argv) {
         TEST(the_device_engine_needs_cuda),
         TEST(tensors_that_were_not_planned),
         TEST(ready_when_every_byte_has_arrived),
-        TEST(the_host_pool_is_memory),
+        TEST(the_host_pool_is_the_file),
         TEST(every_order_of_freeing),
         TEST(a_model_goes_on_after_the_caller_let_go),
         TEST(weights_are_gone_with_their_buffer),

@@ -122,7 +122,7 @@ def load_shown(path: str, options: dict[str, Any]) -> Iterator[Model]:
     with model:
         if interrupt.requested:
             raise KeyboardInterrupt
-        for line in model.plan.lines():
+        for line in model.lines():
             click.echo(click.style(line, dim=True), err=True)
         yield model
 
