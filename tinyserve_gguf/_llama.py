@@ -276,6 +276,7 @@ class NativeContext:
         params.n_ctx = options.n_ctx
         params.n_batch = options.n_batch
         params.n_ubatch = options.n_ubatch
+        params.n_outputs_max = 1  # only the last token's logits are ever wanted: gpt-oss would reserve 411 MB for those of 512
         params.n_threads = params.n_threads_batch = options.n_threads
         params.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
         params.no_perf = True

@@ -135,7 +135,7 @@ def kv_bytes_per_token(facts: ModelFacts) -> int:
 def context_bytes(facts: ModelFacts, n_ctx: int, n_ubatch: int) -> int:
     """A generous estimate of KV cache (f16) and compute buffers on the device."""
     vocabulary = max((tensor.ne(1) for tensor in facts.tensors if tensor.name == "token_embd.weight"), default=0)
-    compute = n_ubatch * 4 * (vocabulary + 16 * facts.embedding_length) + 128 * MIB
+    compute = 4 * (vocabulary + n_ubatch * 24 * facts.embedding_length) + 128 * MIB  # logits of one token, activations of a batch
     return kv_bytes_per_token(facts) * n_ctx + compute
 
 
