@@ -12,9 +12,9 @@ import pytest
 # and beside other work on two cores test_every_pool_size took 398 s instead of 78 s.
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
-from synthetic import build  # noqa: E402
+from synthetic import build
 
-from tinyserve_gguf.demo import build_demo  # noqa: E402
+from tinyserve_gguf.demo import build_demo
 
 ModelFile = Callable[..., Path]
 
