@@ -71,7 +71,7 @@ def test_reply_alone_on_stdout(loaded: list[FakeModel]) -> None:
 def test_defaults(loaded: list[FakeModel]) -> None:
     run("chat", "m.gguf", "-p", "x")
     assert loaded[0].path == "m.gguf"
-    assert loaded[0].options == {"expert_cache": "auto", "policy": "lfru", "device": "auto", "n_ctx": 4096, "n_ubatch": 512, "n_threads": None}
+    assert loaded[0].options == {"expert_cache": "auto", "policy": "lfru", "device": "auto", "n_ctx": 4096, "n_ubatch": None, "n_threads": None}
     ((_, max_tokens, sampling),) = conversations[0].asked
     assert max_tokens == -1
     assert sampling == Sampling()

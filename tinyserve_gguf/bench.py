@@ -20,8 +20,8 @@ from tinyserve_gguf.bench_needle import REPLY_TOKENS, Needle, hide, look
 from tinyserve_gguf.bench_table import Report, Row, measured_row, with_bounds
 from tinyserve_gguf.errors import CapacityError, ModelFileError, OptionError, TinyserveError
 from tinyserve_gguf.facts import read_facts
-from tinyserve_gguf.model import DEFAULT_UBATCH, Model, default_threads, load, pick_device, plan_for
-from tinyserve_gguf.plan import GIB
+from tinyserve_gguf.model import Model, default_threads, load, pick_device, plan_for
+from tinyserve_gguf.plan import GIB, DeviceFacts, pick_ubatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class BenchOptions:
     policies: tuple[str, ...] = ("lfru",)
     device: str = "auto"
     engine: str = "auto"
-    n_ubatch: int = DEFAULT_UBATCH
+    n_ubatch: int | None = None
     n_threads: int | None = None
     repeat: int = 3
     warmup: int = 200  # decoded before a tg test
@@ -101,6 +101,8 @@ class Bench:
                 f"the longest test needs a context of {options.n_ctx} tokens and {self.facts.name} has {trained}: "
                 "give less depth, or shorter or fewer tests (a tg test goes on after the tokens of its repeats)"
             )
+        device = DeviceFacts(self.device.name, self.device.memory_free, self.device.is_cpu)
+        self._n_ubatch = options.n_ubatch or pick_ubatch(self.facts, device)  # the same for every run
         self._runs = self._plan_runs()
         self.link = self.device.link_rate()  # bytes per second
         if options.link_gbps and self.link and options.link_gbps * 1e9 > self.link:
@@ -111,7 +113,7 @@ class Bench:
         options, runs = self.options, list[_Run]()
         for cache in dict.fromkeys(options.expert_caches):
             try:
-                plan, _ = plan_for(self.facts, expert_cache=cache, device=options.device, n_ctx=options.n_ctx, n_ubatch=options.n_ubatch)
+                plan, _ = plan_for(self.facts, expert_cache=cache, device=options.device, n_ctx=options.n_ctx, n_ubatch=self._n_ubatch)
             except CapacityError as error:
                 self._failed(Row(run=f"expert cache {cache}", runner="tinyserve-gguf", expert_cache=cache), error)
                 continue
@@ -145,7 +147,7 @@ class Bench:
                 "device": self.device.name,
                 "device_description": self.device.description,
                 "link_gbps": self.link / 1e9 or None,
-                "n_ubatch": options.n_ubatch,
+                "n_ubatch": self._n_ubatch,
                 "n_threads": self._threads,
                 "n_ctx": options.n_ctx,
                 "repeat": options.repeat,
@@ -178,7 +180,7 @@ class Bench:
                 policy=run.policy,
                 device=options.device,
                 n_ctx=options.n_ctx,
-                n_ubatch=options.n_ubatch,
+                n_ubatch=self._n_ubatch,
                 n_threads=options.n_threads,
                 engine=options.engine,
                 link_gbps=run.link_gbps,
@@ -250,7 +252,7 @@ class Bench:
 
     def _run_full(self) -> None:
         options = self.options
-        need = full_bytes(self.facts, options.n_ctx, options.n_ubatch)
+        need = full_bytes(self.facts, options.n_ctx, self._n_ubatch)
         free = self._free()
         if free is not None and need > free:
             self.notes.append(
@@ -292,7 +294,7 @@ class Bench:
             self._failed(base, error)
             return
         with closing(native):
-            context = ContextOptions(n_ctx=options.n_ctx, n_batch=options.n_ubatch, n_ubatch=options.n_ubatch, n_threads=self._threads)
+            context = ContextOptions(n_ctx=options.n_ctx, n_batch=self._n_ubatch, n_ubatch=self._n_ubatch, n_threads=self._threads)
             self._measure(replace(base, load_seconds=time.perf_counter() - start), native, context, lambda: None, free)
 
     # ---- shared ----

@@ -19,7 +19,6 @@ from tinyserve_gguf.stats import Stats
 
 EXPERT_PATTERN = r"\.ffn_(gate|up|down|gate_up)_(ch)?exps\.weight"  # everything else, biases and scales too, stays where llama.cpp puts it
 DEFAULT_CTX = 4096
-DEFAULT_UBATCH = 512
 
 
 def default_threads() -> int:
@@ -41,7 +40,7 @@ def pick_device(name: str) -> Device:
 
 
 def plan_for(
-    facts: ModelFacts, *, expert_cache: str = "auto", device: str = "auto", n_ctx: int = DEFAULT_CTX, n_ubatch: int = DEFAULT_UBATCH
+    facts: ModelFacts, *, expert_cache: str = "auto", device: str = "auto", n_ctx: int = DEFAULT_CTX, n_ubatch: int | None = None
 ) -> tuple[Plan, Device]:
     """What `load` would decide with these options, and the device it is for. Loads nothing."""
     spec = CacheSpec.parse(expert_cache)
@@ -62,7 +61,7 @@ def load(
     policy: str = "lfru",
     device: str = "auto",
     n_ctx: int = DEFAULT_CTX,
-    n_ubatch: int = DEFAULT_UBATCH,
+    n_ubatch: int | None = None,
     n_threads: int | None = None,
     engine: str = "auto",
     link_gbps: float | None = None,
@@ -76,7 +75,7 @@ def load(
         policy: which expert leaves: lfru, lru, slru, lfu or fifo.
         device: ggml device, such as "CUDA0" or "CPU"; "auto" takes the GPU with the most free memory.
         n_ctx: context in tokens; 0 is what the model was trained with. Never more than that.
-        n_ubatch: tokens computed at once in prefill.
+        n_ubatch: tokens computed at once in prefill; by default 512, on a GPU up to 2,048 as memory allows.
         n_threads: threads of CPU computation; by default one per core.
         engine: "auto", "host" (the host reads the router's choice once a layer) or "device" (one CUDA graph a token; an error where that cannot be).
         link_gbps: slow the host-to-device link down to so many GB/s, for what-if runs on the device engine.
@@ -90,13 +89,13 @@ def load(
         raise OptionError(f"the engine is one of {', '.join(_shim.ENGINES)}, not {engine!r}")
     if link_gbps is not None and link_gbps <= 0:
         raise OptionError(f"the link is above 0 GB/s, not {link_gbps}")
-    for name, value, least in (("-c", n_ctx, 0), ("-b", n_ubatch, 1), ("-t", 1 if n_threads is None else n_threads, 1)):
+    for name, value, least in (("-c", n_ctx, 0), ("-b", 1 if n_ubatch is None else n_ubatch, 1), ("-t", 1 if n_threads is None else n_threads, 1)):
         if value < least:
             raise OptionError(f"{name} is {least} or more, not {value}")
     facts = read_facts(path)
     n_ctx = min(n_ctx or facts.context_length, facts.context_length or n_ctx)
     plan, chosen = plan_for(facts, expert_cache=expert_cache, device=device, n_ctx=n_ctx, n_ubatch=n_ubatch)
-    options = ContextOptions(n_ctx=n_ctx, n_batch=n_ubatch, n_ubatch=n_ubatch, n_threads=n_threads or default_threads())
+    options = ContextOptions(n_ctx=n_ctx, n_batch=plan.n_ubatch, n_ubatch=plan.n_ubatch, n_threads=n_threads or default_threads())
     return Model(plan, chosen, policy, options, engine=engine, link_gbps=link_gbps, progress=progress)
 
 

@@ -15,6 +15,8 @@ from tinyserve_gguf.facts import LayoutGroup, ModelFacts
 
 MIB = 1 << 20
 GIB = 1 << 30
+UBATCH_CPU = 512
+UBATCHES_GPU = (2048, 1024, 512)
 _UNITS = {"": 1, "K": 1 << 10, "M": MIB, "G": GIB}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG])(?:i?B)?", re.IGNORECASE)
 
@@ -81,6 +83,7 @@ class Plan:
     device: DeviceFacts
     pools: tuple[PoolPlan, ...]
     reason: str
+    n_ubatch: int  # tokens computed at once in prefill
 
     @property
     def n_slots(self) -> int:
@@ -107,7 +110,7 @@ class Plan:
             f"top-{self.facts.n_used}, on {self.device.name}",
             f"expert cache: {self.n_slots} of {n_experts} experts resident ({self.share:.0%}), {size(self.device_bytes - stage)} of slots"
             + (f" and {size(stage)} of prefill stage" if stage else "")
-            + f"; {self.reason}",
+            + f"; {self.reason}; prefill in batches of {self.n_ubatch} tokens",
         ]
 
 
@@ -132,52 +135,65 @@ def kv_bytes_per_token(facts: ModelFacts) -> int:
     return sum(2 * rows.get(tensor.name.partition(".")[2].partition(".")[2], 0) * tensor.ne(1) for tensor in facts.tensors)
 
 
-def context_bytes(facts: ModelFacts, n_ctx: int, n_ubatch: int) -> int:
-    """A generous estimate of KV cache (f16) and compute buffers on the device."""
+def compute_bytes(facts: ModelFacts, n_ubatch: int) -> int:
+    """A generous estimate of compute buffers on the device: logits of one token, activations of a batch."""
     vocabulary = max((tensor.ne(1) for tensor in facts.tensors if tensor.name == "token_embd.weight"), default=0)
-    compute = 4 * (vocabulary + n_ubatch * 24 * facts.embedding_length) + 128 * MIB  # logits of one token, activations of a batch
-    return kv_bytes_per_token(facts) * n_ctx + compute
+    return 4 * (vocabulary + n_ubatch * 24 * facts.embedding_length) + 128 * MIB
 
 
-def make_plan(facts: ModelFacts, spec: CacheSpec, device: DeviceFacts, *, n_ctx: int, n_ubatch: int) -> Plan:
-    """Decide the pools.
+def context_bytes(facts: ModelFacts, n_ctx: int, n_ubatch: int) -> int:
+    """KV cache (f16) and compute buffers on the device."""
+    return kv_bytes_per_token(facts) * n_ctx + compute_bytes(facts, n_ubatch)
+
+
+def pick_ubatch(facts: ModelFacts, device: DeviceFacts) -> int:
+    """Tokens to compute at once. On a GPU many, because what is missing of a layer crosses the link once a batch; as long as their activations take
+    at most a sixteenth of the free memory."""
+    if device.is_cpu:
+        return UBATCH_CPU
+    return next((n for n in UBATCHES_GPU if compute_bytes(facts, n) <= device.free // 16), UBATCHES_GPU[-1])
+
+
+def make_plan(facts: ModelFacts, spec: CacheSpec, device: DeviceFacts, *, n_ctx: int, n_ubatch: int | None = None) -> Plan:
+    """Decide the pools, and the batch of prefill unless `n_ubatch` is given.
 
     Raises CapacityError when a device budget cannot hold what one token needs, OptionError when the size asked for is below that.
     """
+    n_ubatch = n_ubatch or pick_ubatch(facts, device)
     if not facts.is_moe:
         if spec.kind not in ("auto", "all"):
             raise OptionError(f"{facts.name} is dense: there are no experts to cache, drop --expert-cache {spec.text}")
-        return Plan(facts, device, (), "dense")
+        return Plan(facts, device, (), "dense", n_ubatch)
     groups = facts.groups
     total = sum(group.n_experts for group in groups)
     if spec.kind == "all":
-        return _pools(facts, device, lambda group: group.n_experts, "all experts, as asked")
+        return _pools(facts, device, n_ubatch, lambda group: group.n_experts, "all experts, as asked")
     if spec.kind == "share":
-        return _pools(facts, device, lambda group: math.ceil(spec.value * group.n_experts), f"{spec.text} of the experts, as asked")
+        return _pools(facts, device, n_ubatch, lambda group: math.ceil(spec.value * group.n_experts), f"{spec.text} of the experts, as asked")
     if spec.kind == "experts":
         need = sum(minimum(group) for group in groups)
         if spec.value < need:
             raise OptionError(f"one token needs {need} experts at once: an expert cache of {spec.text} is too small, give {need} or more")
-        return _pools(facts, device, lambda group: int(spec.value) * group.n_experts // total, f"{spec.text} experts, as asked")
+        return _pools(facts, device, n_ubatch, lambda group: int(spec.value) * group.n_experts // total, f"{spec.text} experts, as asked")
     if spec.kind == "bytes":
-        return _fit(facts, device, int(spec.value), f"what fits into {spec.text}, as asked")
+        return _fit(facts, device, n_ubatch, int(spec.value), f"what fits into {spec.text}, as asked")
     return _auto(facts, device, n_ctx, n_ubatch)
 
 
-def _pools(facts: ModelFacts, device: DeviceFacts, slots: Callable[[LayoutGroup], int], reason: str) -> Plan:
+def _pools(facts: ModelFacts, device: DeviceFacts, n_ubatch: int, slots: Callable[[LayoutGroup], int], reason: str) -> Plan:
     """A plan with so many slots per group, between what one token needs and all."""
     pools = tuple(PoolPlan(group, min(group.n_experts, max(minimum(group), slots(group))), _stages(device)) for group in facts.groups)
-    return Plan(facts, device, pools, reason)
+    return Plan(facts, device, pools, reason, n_ubatch)
 
 
 def _stages(device: DeviceFacts) -> int:
     return 1 if device.is_cpu else 2
 
 
-def _fit(facts: ModelFacts, device: DeviceFacts, budget: int, reason: str) -> Plan:
+def _fit(facts: ModelFacts, device: DeviceFacts, n_ubatch: int, budget: int, reason: str) -> Plan:
     """As many slots as fit into `budget` bytes, in proportion to the groups."""
     if sum(group.n_experts * group.bytes_per_expert for group in facts.groups) <= budget:
-        return _pools(facts, device, lambda group: group.n_experts, f"{reason}: all")
+        return _pools(facts, device, n_ubatch, lambda group: group.n_experts, f"{reason}: all")
     stages = _stages(device) * sum(stage_bytes(group) for group in facts.groups)
     least = sum(minimum(group) * group.bytes_per_expert for group in facts.groups)
     if budget < stages + least:
@@ -187,11 +203,11 @@ def _fit(facts: ModelFacts, device: DeviceFacts, budget: int, reason: str) -> Pl
             "free device memory, or give a smaller -c or -b"
         )
     share = (budget - stages) / sum(group.n_experts * group.bytes_per_expert for group in facts.groups)
-    plan = _pools(facts, device, lambda group: int(share * group.n_experts), reason)
+    plan = _pools(facts, device, n_ubatch, lambda group: int(share * group.n_experts), reason)
     while plan.device_bytes > budget:  # the minimum of a small group may have pushed the sum over: take it from the largest pool
         pools = sorted(plan.pools, key=lambda pool: pool.n_slots - minimum(pool.group))
         shrunk = replace(pools[-1], n_slots=pools[-1].n_slots - 1)
-        plan = Plan(facts, device, tuple(shrunk if pool is pools[-1] else pool for pool in plan.pools), reason)
+        plan = replace(plan, pools=tuple(shrunk if pool is pools[-1] else pool for pool in plan.pools))
     return plan
 
 
@@ -201,4 +217,6 @@ def _auto(facts: ModelFacts, device: DeviceFacts, n_ctx: int, n_ubatch: int) -> 
     if device.is_cpu:
         rest += facts.expert_bytes  # here the host pool takes from the same memory
     budget = device.free - reserve - rest
-    return _fit(facts, device, budget, f"auto: {size(device.free)} free, less {size(rest)} for the rest of the model and {size(reserve)} in reserve")
+    return _fit(
+        facts, device, n_ubatch, budget, f"auto: {size(device.free)} free, less {size(rest)} for the rest of the model and {size(reserve)} in reserve"
+    )

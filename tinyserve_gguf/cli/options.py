@@ -111,10 +111,8 @@ ubatch_option = click.option(
     "--ubatch-size",
     "n_ubatch",
     type=click.IntRange(1, MAX_UBATCH),
-    default=512,
-    show_default=True,
     metavar="N",
-    help="Prompt tokens computed at once.",
+    help="Prompt tokens computed at once.  [default: 512; on a GPU up to 2048, as memory allows]",
 )
 threads_option = click.option(
     "-t", "--threads", "n_threads", type=click.IntRange(1, MAX_THREADS), metavar="N", help="CPU threads.  [default: chosen for this machine]"
