@@ -38,7 +38,8 @@ enum tsg_status tsg_abi_check(const void * version, size_t sizeof_model_params, 
         return tsg_fail(TSG_E_ABI, "the shim was built for ggml %s, this llama.cpp brings ggml %s", TSG_GGML_VERSION, ggml_version());
     }
     if (sizeof_model_params != sizeof(struct llama_model_params) || sizeof_context_params != sizeof(struct llama_context_params)) {
-        return tsg_fail(TSG_E_ABI, "llama.h and llama-cpp-python disagree: llama_model_params has %zu bytes here and %zu there, llama_context_params %zu and %zu",
+        return tsg_fail(TSG_E_ABI,
+                        "llama.h and llama-cpp-python disagree: llama_model_params has %zu bytes here and %zu there, llama_context_params %zu and %zu",
                         sizeof(struct llama_model_params), sizeof_model_params, sizeof(struct llama_context_params), sizeof_context_params);
     }
     return TSG_OK;

@@ -234,7 +234,8 @@ static void climb(struct tsg_pager * pager, struct report * r, uint64_t bytes) {
     size_text(size, sizeof(size), bytes);
     if (!host->ops || !bytes) {
         host->rung = TSG_HOST_MAPPED;
-        snprintf(host->text, sizeof(host->text), bytes ? "mapped: %s of the file as it is, %s reads them there" : "mapped: nothing is paged, nothing is page-locked",
+        snprintf(host->text, sizeof(host->text),
+                 bytes ? "mapped: %s of the file as it is, %s reads them there" : "mapped: nothing is paged, nothing is page-locked",
                  size, ggml_backend_dev_name(pager->inner));
         return;
     }

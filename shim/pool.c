@@ -40,8 +40,8 @@ enum tsg_status tsg_pool_alloc(struct tsg_pager * pager, struct tsg_pool * pool)
     pool->buffer       = alloc_zeroed(pager, pool->ctx);
     pool->stage_buffer = pool->buffer && !pool->resident ? alloc_zeroed(pager, pool->stage_ctx) : NULL;
     if (!pool->buffer || (!pool->resident && !pool->stage_buffer)) {
-        return tsg_fail(TSG_E_MEMORY, "%s has no room for a pool of %d experts of %.1f MiB", ggml_backend_dev_name(pager->inner), pool->n_slots,
-                        (double) tsg_layer_expert_bytes(pool->layout->layer) / (1 << 20));
+        return tsg_fail(TSG_E_MEMORY, "%s has no room for a pool of %d experts of %.1f MiB: give a smaller expert cache",
+                        ggml_backend_dev_name(pager->inner), pool->n_slots, (double) tsg_layer_expert_bytes(pool->layout->layer) / (1 << 20));
     }
     for (int32_t p = 0; p < pool->n_parts; p++) {
         pool->slot[p]->ne[2]--;

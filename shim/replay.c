@@ -117,7 +117,8 @@ static struct tsg_replay * make_replay(struct tsg_engine * e, uint64_t uid) {
 
 static bool launch(struct tsg_engine * e, const struct tsg_replay * replay) {
     const struct tsg_cuda * cuda = e->pager->resident->cuda;
-    return tsg_ours_waits(e, e->stream, TSG_EV_LAUNCH_IN) && tsg_cuda_ok(cuda, cuda->graph_launch(replay->exec, e->stream), "cuGraphLaunch") && tsg_inner_waits(e, e->stream, TSG_EV_LAUNCH_OUT);
+    return tsg_ours_waits(e, e->stream, TSG_EV_LAUNCH_IN) && tsg_cuda_ok(cuda, cuda->graph_launch(replay->exec, e->stream), "cuGraphLaunch") &&
+           tsg_inner_waits(e, e->stream, TSG_EV_LAUNCH_OUT);
 }
 
 static bool capture(struct tsg_engine * e, struct ggml_cgraph * graph, struct tsg_replay * replay) {
@@ -126,7 +127,8 @@ static bool capture(struct tsg_engine * e, struct ggml_cgraph * graph, struct ts
     if (!tsg_cuda_ok(cuda, cuda->stream_begin_capture(e->stream, TSG_CU_CAPTURE_RELAXED), "cuStreamBeginCapture")) {
         return false;
     }
-    bool ok = tsg_inner_waits(e, e->stream, TSG_EV_CAPTURE_IN) && issue(e, graph, &replay->counts) == GGML_STATUS_SUCCESS && tsg_ours_waits(e, e->stream, TSG_EV_CAPTURE_OUT);
+    bool ok = tsg_inner_waits(e, e->stream, TSG_EV_CAPTURE_IN) && issue(e, graph, &replay->counts) == GGML_STATUS_SUCCESS &&
+              tsg_ours_waits(e, e->stream, TSG_EV_CAPTURE_OUT);
     ok      = tsg_cuda_ok(cuda, cuda->stream_end_capture(e->stream, &captured), "cuStreamEndCapture") && ok;
     e->pager->notes.edges_moved += ok ? (uint64_t) tsg_edges_relax(cuda, captured) : 0;
     ok = ok && tsg_cuda_ok(cuda, cuda->graph_instantiate(&replay->exec, captured, 0), "cuGraphInstantiate");
