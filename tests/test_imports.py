@@ -17,7 +17,7 @@ MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(
 LAYERS = (
     ("errors",),
     ("_llama", "_ggufio", "demo"),
-    ("facts",),
+    ("facts", "channels"),
     ("plan",),
     ("_shim",),
     ("experts", "stats"),

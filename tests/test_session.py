@@ -269,6 +269,8 @@ def test_impossible_prompts(model: Model) -> None:
     for token in (-1, model.native.n_vocab, 2**31):
         with pytest.raises(OptionError, match=f"token {token} is outside the vocabulary of {model.native.n_vocab}"):
             session.read([5, token])
+        with pytest.raises(OptionError, match=f"token {token} is outside the vocabulary of {model.native.n_vocab}"):
+            model.detokenize([5, token])
     with pytest.raises(OptionError, match="outside the vocabulary"):
         list(session.generate([-1], 5, GREEDY))
     assert session.tokens == ()

@@ -223,7 +223,9 @@ class NativeModel:
         return list(tokens)
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes of one token; a character may be split over several tokens."""
+        """The bytes of one token; a character may be split over several tokens. OptionError for a token that does not exist."""
+        if not 0 <= token < self.n_vocab:
+            raise OptionError(f"token {token} is outside the vocabulary of {self.n_vocab}")
         buffer = ctypes.create_string_buffer(64)
         n = C.llama_token_to_piece(self._vocab, token, buffer, 64, 0, special)
         if n < 0:

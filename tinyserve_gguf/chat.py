@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 from tinyserve_gguf._llama import Sampling
+from tinyserve_gguf.channels import Channels
 from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.model import Model
 from tinyserve_gguf.stats import ReplyStats
@@ -16,12 +17,18 @@ Message = dict[str, str]
 
 
 class Conversation:
-    """Turns with one model. After an interrupted reply the conversation goes on from what was said."""
+    """Turns with one model. After an interrupted reply the conversation goes on from what was said.
+
+    `on_thought` is called with what a reasoning model says to itself before it answers, and with a line break where that ends; replies and messages
+    hold the answers only.
+    """
 
     def __init__(self, model: Model, system: str | None = None) -> None:
         self._model = model
         self._session = model.session()
+        self._channels = Channels(model.native)
         self._system = system
+        self.on_thought: Callable[[str], None] | None = None
         self.messages: list[Message] = []
         self.last: ReplyStats | None = None
         self.reset()
@@ -42,7 +49,7 @@ class Conversation:
         """Say `text` and stream the answer. If the iterator is closed early, what was said so far stays in the conversation; if the prompt fails
         (context full), nothing does."""
         self.messages.append({"role": "user", "content": text})
-        said = ""
+        said, thinking = "", False
         try:
             prompt, tokens = self._prompt()
             made: list[int] = []
@@ -52,9 +59,13 @@ class Conversation:
                     made.append(token)
                     yield token
 
-            for piece in self._model.text(keep(self._session.generate(tokens, max_tokens, sampling))):
-                said += piece
-                yield piece
+            for is_answer, piece in self._channels.split(keep(self._session.generate(tokens, max_tokens, sampling)), prompt):
+                if self.on_thought and (thinking or not is_answer):
+                    self.on_thought("\n" if is_answer else piece)
+                thinking = not is_answer
+                if is_answer:
+                    said += piece
+                    yield piece
         except BaseException:
             if not said:
                 self.messages.pop()
@@ -65,7 +76,8 @@ class Conversation:
 
     def _finish(self, said: str, prompt: str, tokens: list[int], made: list[int]) -> None:
         self.messages.append({"role": "assistant", "content": said})
-        whole = self._model.detokenize(made) == said  # or it was interrupted within a character, which the next turn shall not begin with
+        # or it was interrupted within a character, which the next turn shall not begin with, or has thoughts, which templates leave out of it
+        whole = self._model.detokenize(made) == said
         self._said, self._tokens = (prompt + said, tokens + made) if whole else ("", [])
         self.last = self._session.last
 

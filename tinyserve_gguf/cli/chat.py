@@ -15,7 +15,7 @@ import click
 from tinyserve_gguf.cli.interrupt import Interrupt
 from tinyserve_gguf.cli.lines import TerminalReader, decoded, pipe_reader, utf8
 from tinyserve_gguf.cli.options import placement_options, predict_option, sampling_options, take_sampling
-from tinyserve_gguf.cli.repl import Repl
+from tinyserve_gguf.cli.repl import CONTROL, Repl
 from tinyserve_gguf.cli.report import StatsFile, content
 from tinyserve_gguf.errors import EXIT_BAD_INPUT, OptionError, TinyserveError
 
@@ -64,6 +64,8 @@ def chat(model: str, prompt: str | None, system: str | None, n_predict: int, sta
 
         with abort_shown(model):
             conversation = Conversation(loaded, system)
+        if sys.stderr is not None and sys.stderr.isatty():
+            conversation.on_thought = show_thought
         repl = Repl(
             conversation,
             read=read,
@@ -79,6 +81,11 @@ def chat(model: str, prompt: str | None, system: str | None, n_predict: int, sta
             stats_file.write(content(model, repl.turns, loaded.stats()))
     if not finished:
         raise KeyboardInterrupt
+
+
+def show_thought(text: str) -> None:
+    """What a reasoning model says to itself, dim: a reader may watch it, a pipe gets the answer alone."""
+    click.secho(text.translate(CONTROL), dim=True, nl=False, err=True)
 
 
 def read_prompt(given: str) -> str:

@@ -31,7 +31,7 @@ HELP = """\
 A line that ends in \\ goes on in the next one. \"\"\" opens and closes a longer text. Ctrl-C stops a reply."""
 
 # What a terminal would obey instead of show: a reply must not move its cursor or set its clipboard.
-_CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class Conversation(Protocol):
@@ -189,7 +189,7 @@ class Repl:
     # ---- output
 
     def _write(self, text: str) -> None:
-        self._out.write(text.translate(_CONTROL) if self._out.isatty() else text)
+        self._out.write(text.translate(CONTROL) if self._out.isatty() else text)
         self._out.flush()
         if text:
             self._line_open = not text.endswith("\n")
