@@ -47,7 +47,7 @@ with load(path, expert_cache=cache, device="CPU", n_ctx=256, n_ubatch=32) as mod
 def child(path: Path, cache: str, lock: str = "") -> dict[str, Any]:
     """Growth in bytes, [after the load, after a reply], and what was said."""
     command = [sys.executable, "-c", CHILD, str(path), cache, lock]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=path.parent, env=environment(), timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
