@@ -15,7 +15,7 @@ from tinyserve_gguf.model import Model
 PROMPTS = (1, 7, 40, 513, 519)  # around n * ubatch + 1..8
 UBATCH = 512
 DECODE = 64
-THREADS = 2
+THREADS = 1  # the models are tiny: with two threads OpenMP's barriers take most of the time, all of it where other programs want the cores
 
 
 def options(n_ctx: int, threads: int = THREADS) -> ContextOptions:

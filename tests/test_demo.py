@@ -94,7 +94,7 @@ def test_everything_else_is_the_dense_model(experts: dict[str, npt.NDArray[np.ge
 def test_answers(built: Path) -> None:
     """The text is the dense model's, and decided: rounding on another machine does not change it."""
     model = NativeModel(str(built), None)
-    context = NativeContext(model, ContextOptions(n_ctx=64, n_batch=64, n_ubatch=64, n_threads=2))
+    context = NativeContext(model, ContextOptions(n_ctx=64, n_batch=64, n_ubatch=64, n_threads=1))
     formatter = chat_formatter(str(model.metadata("tokenizer.chat_template")), bos=model.bos_text(), eos=model.eos_text())
     prompt = formatter([{"role": "user", "content": "What is the capital of France?"}])
     tokens, reply, position = model.tokenize(prompt, add_special=False, parse_special=True), b"", 0

@@ -14,6 +14,7 @@ from gguf import GGUFReader
 from synthetic import MODELS, TYPES, split, typed
 
 from tinyserve_gguf import Model, load, read_facts
+from tinyserve_gguf._llama import NativeModel
 from tinyserve_gguf._shim import POLICIES
 from tinyserve_gguf.plan import minimum
 
@@ -92,6 +93,16 @@ def test_batches_of_1_to_64_tokens(model_file: ModelFile, name: str) -> None:
     path, prompts = model_file(name), tuple(range(1, 65))
     with open_paged(path, "50%") as model:
         assert paged(model, 1, prompts) == stock(path, 1, prompts)
+
+
+@pytest.mark.parametrize("cache", ["25%", "all"])
+def test_two_threads(model_file: ModelFile, cache: str) -> None:
+    """The proxy passes the number of threads on."""
+    native = NativeModel(str(model_file("gpt-oss")), None, extra_bufts=False)
+    expected = [exact.run(native, prompt, FEW, threads=2) for prompt in SHORT]
+    native.close()
+    with open_paged(model_file("gpt-oss"), cache) as model:
+        assert [exact.run(model.native, prompt, FEW, threads=2) for prompt in SHORT] == expected
 
 
 # ---- types ----------------------------------------------------------------------------------------------------------------------------------
