@@ -90,13 +90,24 @@ static struct tsg_layer * find(struct tsg_pager * pager, int32_t layer, int32_t 
     return pager->layers[layer];
 }
 
-// The same, once there are slots (and, to change them, something to load from).
-static enum tsg_status find_in(struct tsg_pager * pager, bool there, int32_t layer, int32_t expert, int32_t part, struct tsg_layer ** out) {
+// The same, once there are slots (and, to change them, something to load from). On TSG_OK the pager is locked and the host has the slot maps.
+static enum tsg_status enter(struct tsg_pager * pager, bool there, int32_t layer, int32_t expert, int32_t part, struct tsg_layer ** out) {
     *out = find(pager, layer, expert, part);
     if (!*out) {
         return TSG_E_ARGUMENT;
     }
-    return there ? TSG_OK : tsg_fail(TSG_E_STATE, "the model is not loaded");
+    if (!there) {
+        return tsg_fail(TSG_E_STATE, "the model is not loaded");
+    }
+    mtx_lock(&pager->lock);
+    tsg_resident_to_host(pager);
+    return TSG_OK;
+}
+
+// For the return value of those who entered.
+static enum tsg_status leave(struct tsg_pager * pager, enum tsg_status status) {
+    mtx_unlock(&pager->lock);
+    return status;
 }
 
 static struct tsg_expert describe(const struct tsg_slots * slots, int32_t id) {
@@ -111,30 +122,24 @@ static struct tsg_expert describe(const struct tsg_slots * slots, int32_t id) {
 
 enum tsg_status tsg_expert_get(struct tsg_pager * pager, int32_t layer, int32_t expert, struct tsg_expert * out) {
     struct tsg_layer *    l;
-    const enum tsg_status found = find_in(pager, pager->committed, layer, expert, 0, &l);
-    if (found != TSG_OK) {
-        return found;
+    const enum tsg_status entered = enter(pager, pager->committed, layer, expert, 0, &l);
+    if (entered != TSG_OK) {
+        return entered;
     }
-    mtx_lock(&pager->lock);
-    tsg_resident_to_host(pager);
     *out = describe(&pager->pools[l->pool].slots, l->first + expert);
-    mtx_unlock(&pager->lock);
-    return TSG_OK;
+    return leave(pager, TSG_OK);
 }
 
 enum tsg_status tsg_expert_get_layer(struct tsg_pager * pager, int32_t layer, struct tsg_expert * out) {
     struct tsg_layer *    l;
-    const enum tsg_status found = find_in(pager, pager->committed, layer, 0, 0, &l);
-    if (found != TSG_OK) {
-        return found;
+    const enum tsg_status entered = enter(pager, pager->committed, layer, 0, 0, &l);
+    if (entered != TSG_OK) {
+        return entered;
     }
-    mtx_lock(&pager->lock);
-    tsg_resident_to_host(pager);
     for (int32_t e = 0; e < l->n_expert; e++) {
         out[e] = describe(&pager->pools[l->pool].slots, l->first + e);
     }
-    mtx_unlock(&pager->lock);
-    return TSG_OK;
+    return leave(pager, TSG_OK);
 }
 
 enum tsg_status tsg_expert_host(struct tsg_pager * pager, int32_t layer, int32_t expert, int32_t part, const void ** data, size_t * size) {
@@ -153,26 +158,22 @@ enum tsg_status tsg_expert_host(struct tsg_pager * pager, int32_t layer, int32_t
 
 enum tsg_status tsg_expert_read_slot(struct tsg_pager * pager, int32_t layer, int32_t expert, int32_t part, void * data, size_t size) {
     struct tsg_layer *    l;
-    const enum tsg_status found = find_in(pager, pager->ready, layer, expert, part, &l);
-    if (found != TSG_OK) {
-        return found;
+    const enum tsg_status entered = enter(pager, pager->ready, layer, expert, part, &l);
+    if (entered != TSG_OK) {
+        return entered;
     }
-    if (size != l->weight[part].bytes) {
-        return tsg_fail(TSG_E_ARGUMENT, "%s has %zu bytes an expert, not %zu", l->weight[part].name, l->weight[part].bytes, size);
+    const struct tsg_weight * w    = &l->weight[part];
+    const struct tsg_pool *   pool = &pager->pools[l->pool];
+    const int32_t             slot = pool->slots.slot_of[l->first + expert];
+    if (size != w->bytes) {
+        return leave(pager, tsg_fail(TSG_E_ARGUMENT, "%s has %zu bytes an expert, not %zu", w->name, w->bytes, size));
     }
-    enum tsg_status status = TSG_OK;
-    mtx_lock(&pager->lock);
-    tsg_resident_to_host(pager);
-    struct tsg_pool * pool = &pager->pools[l->pool];
-    const int32_t     slot = pool->slots.slot_of[l->first + expert];
     if (slot < 0) {
-        status = tsg_fail(TSG_E_STATE, "expert %d of %s is in no slot", expert, l->weight[part].name);
-    } else {
-        tsg_engine_wait(pager);
-        ggml_backend_tensor_get(pool->slot[part], data, (size_t) slot * size, size);
+        return leave(pager, tsg_fail(TSG_E_STATE, "expert %d of %s is in no slot", expert, w->name));
     }
-    mtx_unlock(&pager->lock);
-    return status;
+    tsg_engine_wait(pager);
+    ggml_backend_tensor_get(pool->slot[part], data, (size_t) slot * size, size);
+    return leave(pager, TSG_OK);
 }
 
 // Makes an expert resident now; the pager is locked.
@@ -193,55 +194,44 @@ static enum tsg_status make_resident(struct tsg_pager * pager, struct tsg_layer 
 
 enum tsg_status tsg_expert_pin(struct tsg_pager * pager, int32_t layer, int32_t expert, bool pin) {
     struct tsg_layer *    l;
-    const enum tsg_status found = find_in(pager, pager->ready, layer, expert, 0, &l);
-    if (found != TSG_OK) {
-        return found;
+    const enum tsg_status entered = enter(pager, pager->ready, layer, expert, 0, &l);
+    if (entered != TSG_OK) {
+        return entered;
     }
-    struct tsg_pool * pool   = &pager->pools[l->pool];
-    enum tsg_status   status = TSG_OK;
-    mtx_lock(&pager->lock);
-    tsg_resident_to_host(pager);
+    struct tsg_pool * pool = &pager->pools[l->pool];
     if (!pin) {
         tsg_slots_unpin(&pool->slots, l->first + expert);
-    } else {
-        status = make_resident(pager, l, expert);
-        if (status == TSG_OK && !tsg_slots_pin(&pool->slots, l->first + expert, pool->resident ? 0 : pool->max_used)) {
-            status = tsg_fail(TSG_E_STATE, "%d of %d slots are pinned, and one token needs %d: unpin an expert first", pool->slots.n_pinned,
-                              pool->n_slots, pool->max_used);
-        }
+        return leave(pager, TSG_OK);
     }
-    mtx_unlock(&pager->lock);
-    return status;
+    enum tsg_status status = make_resident(pager, l, expert);
+    if (status == TSG_OK && !tsg_slots_pin(&pool->slots, l->first + expert, pool->resident ? 0 : pool->max_used)) {
+        status = tsg_fail(TSG_E_STATE, "%d of %d slots are pinned, and one token needs %d: unpin an expert first", pool->slots.n_pinned, pool->n_slots,
+                          pool->max_used);
+    }
+    return leave(pager, status);
 }
 
 enum tsg_status tsg_expert_prefetch(struct tsg_pager * pager, int32_t layer, int32_t expert) {
     struct tsg_layer *    l;
-    const enum tsg_status found = find_in(pager, pager->ready, layer, expert, 0, &l);
-    if (found != TSG_OK) {
-        return found;
+    const enum tsg_status entered = enter(pager, pager->ready, layer, expert, 0, &l);
+    if (entered != TSG_OK) {
+        return entered;
     }
-    mtx_lock(&pager->lock);
-    tsg_resident_to_host(pager);
-    const enum tsg_status status = make_resident(pager, l, expert);
-    mtx_unlock(&pager->lock);
-    return status;
+    return leave(pager, make_resident(pager, l, expert));
 }
 
 enum tsg_status tsg_expert_evict(struct tsg_pager * pager, int32_t layer, int32_t expert) {
     struct tsg_layer *    l;
-    const enum tsg_status found = find_in(pager, pager->ready, layer, expert, 0, &l);
-    if (found != TSG_OK) {
-        return found;
+    const enum tsg_status entered = enter(pager, pager->ready, layer, expert, 0, &l);
+    if (entered != TSG_OK) {
+        return entered;
     }
-    struct tsg_pool * pool   = &pager->pools[l->pool];
-    enum tsg_status   status = TSG_OK;
-    mtx_lock(&pager->lock);
-    tsg_resident_to_host(pager);
+    struct tsg_pool * pool = &pager->pools[l->pool];
     if (pool->resident) {
-        status = tsg_fail(TSG_E_STATE, "this pool holds all its experts, none can leave");
-    } else if (!tsg_slots_evict(&pool->slots, l->first + expert)) {
-        status = tsg_fail(TSG_E_STATE, "expert %d of layer %d is pinned: unpin it first", expert, layer);
+        return leave(pager, tsg_fail(TSG_E_STATE, "this pool holds all its experts, none can leave"));
     }
-    mtx_unlock(&pager->lock);
-    return status;
+    if (!tsg_slots_evict(&pool->slots, l->first + expert)) {
+        return leave(pager, tsg_fail(TSG_E_STATE, "expert %d of layer %d is pinned: unpin it first", expert, layer));
+    }
+    return leave(pager, TSG_OK);
 }

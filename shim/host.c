@@ -103,13 +103,12 @@ static void size_text(char * text, size_t room, uint64_t bytes) {
     snprintf(text, room, "%.2f %s", (double) bytes / (large ? 1 << 30 : 1 << 20), large ? "GiB" : "MiB");
 }
 
-// One more reason why a rung does not hold.
-__attribute__((format(printf, 2, 3))) static void add_why(struct tsg_host * host, const char * format, ...) {
-    const size_t n = strlen(host->why);
+// Goes on with a text of `room` bytes, as far as it fits.
+__attribute__((format(printf, 3, 4))) static void append(char * text, size_t room, const char * format, ...) {
+    const size_t n = strlen(text);
     va_list      args;
     va_start(args, format);
-    snprintf(host->why + n, sizeof(host->why) - n, "; ");
-    vsnprintf(host->why + strlen(host->why), sizeof(host->why) - strlen(host->why), format, args);
+    vsnprintf(text + n, room - n, format, args);
     va_end(args);
 }
 
@@ -148,7 +147,7 @@ static bool register_chunk(struct tsg_pager * pager, struct tsg_chunk * chunk) {
 static bool register_all(struct tsg_pager * pager, struct report * r) {
     struct tsg_host * host = &pager->host;
     if (!host->ops->register_range) {
-        add_why(host, "%s cannot register a mapping", ggml_backend_dev_name(pager->inner));
+        append(host->why, sizeof(host->why), "; %s cannot register a mapping", ggml_backend_dev_name(pager->inner));
         return false;
     }
     char at[32];
@@ -159,7 +158,7 @@ static bool register_all(struct tsg_pager * pager, struct report * r) {
         const bool ok = populate(host, &host->chunks[i], r) && register_chunk(pager, &host->chunks[i]);
         if (!ok || !tell(r, host->chunks[i].size)) {
             size_text(at, sizeof(at), r->done);
-            add_why(host, "registering failed at %s: %s", at, tsg_last_error());
+            append(host->why, sizeof(host->why), "; registering failed at %s: %s", at, tsg_last_error());
             unregister_all(pager);
             return false;
         }
@@ -197,7 +196,7 @@ static bool copy_all(struct tsg_pager * pager, struct report * r) {
         }
         if (!ok) {
             size_text(at, sizeof(at), r->done);
-            add_why(host, "page-locked copies failed at %s: %s", at, tsg_last_error());
+            append(host->why, sizeof(host->why), "; page-locked copies failed at %s: %s", at, tsg_last_error());
             free_copies(pager);
             for (int32_t i = 0; i < host->n_chunks; i++) {
                 tsg_chunk_point(host, &host->chunks[i]);
@@ -241,7 +240,7 @@ static void climb(struct tsg_pager * pager, struct report * r, uint64_t bytes) {
     }
     if (available < bytes) {
         size_text(room, sizeof(room), available);
-        add_why(host, "of memory %s may be page-locked, and the experts are %s", room, size);
+        append(host->why, sizeof(host->why), "; of memory %s may be page-locked, and the experts are %s", room, size);
     } else if (register_all(pager, r)) {
         host->rung = TSG_HOST_MAPPED;
         snprintf(host->text, sizeof(host->text), "mapped: %s registered", size);
@@ -275,9 +274,8 @@ static bool fill_chunk(struct tsg_pager * pager, struct tsg_chunk * chunk, bool 
     }
     if (*can_register && !register_chunk(pager, chunk)) {
         unregister(pager, chunk);
-        *can_register  = false;
-        const size_t n = strlen(host->text);
-        snprintf(host->text + n, sizeof(host->text) - n, "; read into the slots without registering: %s", tsg_last_error());
+        *can_register = false;
+        append(host->text, sizeof(host->text), "; read into the slots without registering: %s", tsg_last_error());
     }
     bool ok = true;
     for (int32_t i = chunk->first; i < chunk->first + chunk->n && ok; i++) {

@@ -15,6 +15,12 @@ static void free_layer(struct tsg_layer * layer, bool owns_tables) {
     free(layer);
 }
 
+static void free_pools(struct tsg_pager * pager) {
+    for (int32_t i = 0; i < pager->n_pools; i++) {
+        tsg_pool_free(&pager->pools[i]);
+    }
+}
+
 void tsg_pager_ref(struct tsg_pager * pager) {
     atomic_fetch_add(&pager->refs, 1);
 }
@@ -25,9 +31,7 @@ void tsg_pager_unref(struct tsg_pager * pager) {
     }
     tsg_resident_free(pager);
     tsg_host_free(pager);
-    for (int32_t i = 0; i < pager->n_pools; i++) {
-        tsg_pool_free(&pager->pools[i]);
-    }
+    free_pools(pager);
     for (int32_t i = 0; i < pager->n_layers; i++) {
         free_layer(pager->layers[i], !pager->tables);
     }
@@ -241,12 +245,6 @@ static enum tsg_status commit_pool(struct tsg_pager * pager, struct tsg_pool * p
         return tsg_fail(TSG_E_MEMORY, "no memory for the bookkeeping of %d experts", pool->n_experts);
     }
     return tsg_pool_alloc(pager, pool);
-}
-
-static void free_pools(struct tsg_pager * pager) {
-    for (int32_t i = 0; i < pager->n_pools; i++) {
-        tsg_pool_free(&pager->pools[i]);
-    }
 }
 
 enum tsg_status tsg_pager_commit(struct tsg_pager * pager) {

@@ -1,4 +1,4 @@
-"""The command line as a process of its own, with the package that the tests test, wherever it runs."""
+"""The command line as a process of its own, with the package that the tests test, wherever it runs; and what it says when it refuses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+from click.testing import Result
 
 import tinyserve_gguf
 
@@ -24,11 +26,17 @@ def cli(*arguments: str | Path, stdin: str | bytes = "", cwd: Path, package: Pat
     return subprocess.CompletedProcess(command, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
-def refused(done: subprocess.CompletedProcess[str]) -> str:
-    """The one line on stderr of a refused call, without "error: "."""
-    assert done.returncode == 2, (done.returncode, done.stderr)
+def error_line(done: subprocess.CompletedProcess[str] | Result) -> str:
+    """All that a refused call wrote to stderr: one line."""
+    status = done.exit_code if isinstance(done, Result) else done.returncode
+    assert status == 2, (status, done.stdout, done.stderr)
     assert done.stdout == ""
     assert done.stderr.startswith("error: "), done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.endswith("\n")
-    return done.stderr.removeprefix("error: ").rstrip("\n")
+    return done.stderr
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line on stderr of a refused call, without "error: "."""
+    return error_line(done).removeprefix("error: ").rstrip("\n")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from processes import error_line
 from reshaped import dense
 
 from tinyserve_gguf import CapacityError, bench, load, model, read_facts
@@ -67,14 +68,6 @@ def rows_of(*arguments: object) -> list[dict[str, Any]]:
     result = run(*arguments, *SMALL, "--json")
     assert result.exit_code == 0, result.stderr
     return list(json.loads(result.stdout)["rows"])
-
-
-def refused(result: Result) -> str:
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    return result.stderr
 
 
 # ---- rows of a whole run --------------------------------------------------------------------------------------------------------------------
@@ -238,7 +231,7 @@ def test_dense_model(model_file: ModelFile, tmp_path: Path) -> None:
     rows = rows_of(path, "--baseline")
     assert [row["run"] for row in rows] == ["llama.cpp, everything on CPU"] * 2 + ["expert cache auto"] * 2
     assert {row["hit_rate"] for row in rows} == {None}
-    assert "there are no experts to cache" in refused(run(path, "--expert-cache", "50%"))
+    assert "there are no experts to cache" in error_line(run(path, "--expert-cache", "50%"))
 
 
 # ---- options --------------------------------------------------------------------------------------------------------------------------------
@@ -259,14 +252,14 @@ def test_throttled_link(model_file: ModelFile, monkeypatch: pytest.MonkeyPatch) 
     assert [(row["link_gbps"], row["link_throttled"]) for row in rows[1:3]] == [(10, False), (2.5, True)]
     last = rows[-1]
     assert last["serial_bound"] == pytest.approx(1 / (1 / rows[1]["rate"] + last["mb_per_token"] / 2500))
-    assert "give less" in refused(run(model_file("gpt-oss"), "--expert-cache", "50%", "--link-gbps", 10.1))
-    assert "nothing to slow down" in refused(run(model_file("gpt-oss"), "--expert-cache", "all", "--link-gbps", 1))
+    assert "give less" in error_line(run(model_file("gpt-oss"), "--expert-cache", "50%", "--link-gbps", 10.1))
+    assert "nothing to slow down" in error_line(run(model_file("gpt-oss"), "--expert-cache", "all", "--link-gbps", 1))
 
 
 def test_engine(model_file: ModelFile) -> None:
     row = rows_of(model_file("gpt-oss"), "--expert-cache", "50%", "--engine", "host")[0]
     assert row["run"] == "expert cache 50%, lfru, host engine"
-    assert "CUDA" in refused(run(model_file("gpt-oss"), *SMALL, "--engine", "device", "--expert-cache", "50%"))
+    assert "CUDA" in error_line(run(model_file("gpt-oss"), *SMALL, "--engine", "device", "--expert-cache", "50%"))
 
 
 def test_prompt_file(model_file: ModelFile, tmp_path: Path) -> None:
@@ -283,7 +276,7 @@ def test_output(model_file: ModelFile, tmp_path: Path) -> None:
     result = run(model_file("gpt-oss"), *SMALL, "--csv", "--output", file)
     assert (result.exit_code, result.stdout) == (0, "")
     assert len(file.read_text("utf-8").splitlines()) == 3
-    assert "--output" in refused(run(model_file("gpt-oss"), "--output", tmp_path / "no" / "out"))
+    assert "--output" in error_line(run(model_file("gpt-oss"), "--output", tmp_path / "no" / "out"))
 
 
 @pytest.mark.parametrize(
@@ -313,14 +306,14 @@ def test_output(model_file: ModelFile, tmp_path: Path) -> None:
 def test_bad_values(model_file: ModelFile, monkeypatch: pytest.MonkeyPatch, arguments: str, part: str) -> None:
     if "--needle 20" not in arguments:  # that one asks the model's tokenizer
         monkeypatch.setattr(bench, "load", None)
-    assert part in refused(run(model_file("gpt-oss"), *arguments.split()))
+    assert part in error_line(run(model_file("gpt-oss"), *arguments.split()))
 
 
 @pytest.mark.parametrize(("content", "part"), [(b" \n", "there is no text"), (b"\xff", "is not UTF-8")])
 def test_bad_prompt_file(model_file: ModelFile, tmp_path: Path, content: bytes, part: str) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(content)
-    assert part in refused(run(model_file("gpt-oss"), "--prompt-file", text))
+    assert part in error_line(run(model_file("gpt-oss"), "--prompt-file", text))
 
 
 def test_what_does_not_fit_is_a_row(model_file: ModelFile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +328,7 @@ def test_what_does_not_fit_is_a_row(model_file: ModelFile, monkeypatch: pytest.M
     assert [(row["run"], row["error"]) for row in rows if row["error"]] == [("expert cache all", "no room for the slots")]
     assert [row["test"] for row in rows if not row["error"]] == ["pp24", "tg4"]
     full_at.add("50%")
-    assert "expert cache 50%: no room for the slots" in refused(run(model_file("gpt-oss"), *SMALL, "--expert-cache", "all,50%"))
+    assert "expert cache 50%: no room for the slots" in error_line(run(model_file("gpt-oss"), *SMALL, "--expert-cache", "all,50%"))
 
 
 # ---- interrupt ------------------------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import click
 import pytest
 from cli_fakes import FakeConversation, FakeModel, fake_modules
 from click.testing import CliRunner, Result
+from processes import error_line
 
 from tinyserve_gguf import errors
 from tinyserve_gguf._llama import Sampling
@@ -46,15 +47,6 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[FakeModel]:
 
 def run(*arguments: str, stdin: str | bytes | None = None) -> Result:
     return CliRunner().invoke(main, list(arguments), input=stdin, prog_name="tinyserve-gguf")
-
-
-def refused(result: Result) -> str:
-    """The one line on stderr of a refused call."""
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    return result.stderr
 
 
 # ---- one answer
@@ -167,28 +159,28 @@ def test_lines_of_stdin_are_turns() -> None:
     ],
 )
 def test_impossible_values(loaded: list[FakeModel], arguments: str, names: str) -> None:
-    assert names in refused(run("chat", *arguments.split(), stdin="x\n"))
+    assert names in error_line(run("chat", *arguments.split(), stdin="x\n"))
     assert not loaded
 
 
 def test_empty_values(loaded: list[FakeModel]) -> None:
     for option in ("--expert-cache", "--device", "--policy"):
-        assert option in refused(run("chat", "m", "-p", "x", option, ""))
+        assert option in error_line(run("chat", "m", "-p", "x", option, ""))
     for prompt in ("", "  \n"):
-        assert "prompt is empty" in refused(run("chat", "m", "-p", prompt))
-    assert "prompt is empty" in refused(run("chat", "m", "-p", "-", stdin="\n"))
+        assert "prompt is empty" in error_line(run("chat", "m", "-p", prompt))
+    assert "prompt is empty" in error_line(run("chat", "m", "-p", "-", stdin="\n"))
     assert not loaded
 
 
 def test_text_that_is_not_utf8(loaded: list[FakeModel]) -> None:
     for arguments in (("-p", "\udcff"), ("-p", "x", "--system", "\udcff")):
-        assert "not UTF-8" in refused(run("chat", "m", *arguments))
-    assert "not UTF-8" in refused(run("chat", "m", "-p", "-", stdin=b"\xff\xfe"))
+        assert "not UTF-8" in error_line(run("chat", "m", *arguments))
+    assert "not UTF-8" in error_line(run("chat", "m", "-p", "-", stdin=b"\xff\xfe"))
     assert not loaded
 
 
 def test_unknown_command() -> None:
-    assert "nope" in refused(run("nope"))
+    assert "nope" in error_line(run("nope"))
 
 
 # ---- --stats-json
@@ -213,7 +205,7 @@ def test_stats_json(tmp_path: Path) -> None:
 
 def test_stats_json_is_refused_before_the_load(loaded: list[FakeModel], tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none" / "x", Path("/dev/null")):
-        assert str(path) in refused(run("chat", "m", "-p", "x", "--stats-json", str(path)))
+        assert str(path) in error_line(run("chat", "m", "-p", "x", "--stats-json", str(path)))
     assert not loaded
     assert names(tmp_path) == []
     assert Path("/dev/null").is_char_device()
@@ -258,7 +250,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
 @pytest.mark.parametrize("kind", [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.TinyserveError)])
 def test_every_error_of_ours_is_one_line(kind: type[Exception], failing: Callable[[BaseException], None]) -> None:
     failing(kind("it broke:\n  mend it"))
-    assert refused(run("info")) == "error: it broke: mend it\n"
+    assert error_line(run("info")) == "error: it broke: mend it\n"
 
 
 def test_interrupt_is_130_and_quiet(failing: Callable[[BaseException], None]) -> None:

@@ -121,11 +121,6 @@ def struct_sizes() -> tuple[int, int]:
     return ctypes.sizeof(C.llama_model_params), ctypes.sizeof(C.llama_context_params)
 
 
-def system_info() -> str:
-    start()
-    return str(C.llama_print_system_info().decode())
-
-
 def device_handles() -> list[int]:
     """Addresses of every registered ggml_backend_dev_t, in registry order."""
     start()
@@ -199,13 +194,6 @@ class NativeModel:
         C.llama_model_meta_val_str(self._model, key.encode(), buffer, size + 1)
         return buffer.value.decode("utf-8", "replace")
 
-    def context_train(self) -> int:
-        return int(C.llama_model_n_ctx_train(self._model))
-
-    def is_recurrent(self) -> bool:
-        """Recurrent or hybrid: the memory cannot be cut back to an earlier position."""
-        return bool(C.llama_model_is_recurrent(self._model) or C.llama_model_is_hybrid(self._model))
-
     def is_generative(self) -> bool:
         """A decoder that writes text token by token; not an encoder, not a diffusion model."""
         model = self._model
@@ -236,9 +224,6 @@ class NativeModel:
     def is_end(self, token: int) -> bool:
         """True for every end-of-generation token (end of text, end of turn)."""
         return bool(C.llama_vocab_is_eog(self._vocab, token))
-
-    def adds_bos(self) -> bool:
-        return bool(C.llama_vocab_get_add_bos(self._vocab))
 
     def token_text(self, token: int) -> str:
         return str(C.llama_vocab_get_text(self._vocab, token).decode("utf-8", "replace")) if token >= 0 else ""

@@ -174,11 +174,9 @@ class ExpertState:
     last_use: int
 
 
-_COUNTS = tuple(Counts.__dataclass_fields__)
-
-
-def _counts(c: Any) -> Counts:
-    return Counts(*(int(getattr(c, name)) for name in _COUNTS))
+def _numbers(struct: Any, kind: type[Any]) -> list[int]:
+    """The members of a C structure that the fields of the dataclass `kind` name, in their order."""
+    return [int(getattr(struct, name)) for name in kind.__dataclass_fields__]
 
 
 def _state(e: Any) -> ExpertState:
@@ -306,8 +304,8 @@ class Pager:
         out = _ffi.new("struct tsg_stats *")
         _lib.tsg_pager_stats(self._pager, out)
         return PagerStats(
-            prefill=_counts(out.phase[_lib.TSG_PREFILL]),
-            decode=_counts(out.phase[_lib.TSG_DECODE]),
+            prefill=Counts(*_numbers(out.phase[_lib.TSG_PREFILL], Counts)),
+            decode=Counts(*_numbers(out.phase[_lib.TSG_DECODE], Counts)),
             host_bytes=out.host_bytes,
             host_tensors=out.host_tensors,
             host_rung=HOST_RUNGS[out.host_rung],
@@ -318,7 +316,7 @@ class Pager:
             slots_used=out.slots_used,
             all_resident=out.all_resident,
             device_engine=out.device_engine,
-            notes=Notes(*(int(getattr(out.notes, name)) for name in Notes.__dataclass_fields__)),
+            notes=Notes(*_numbers(out.notes, Notes)),
         )
 
     def reset_stats(self) -> None:

@@ -10,12 +10,12 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import cycle, islice
 
 from tinyserve_gguf._llama import NativeContext
 from tinyserve_gguf._shim import Counts, PagerStats
-from tinyserve_gguf.stats import phases
+from tinyserve_gguf.stats import added, phases
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,8 @@ def _step(subject: Subject, token: int, position: int) -> float:
 
 def total(counts: Sequence[Counts | None]) -> Counts | None:
     """The sum; None if any of them is."""
-    known = [astuple(c) for c in counts if c is not None]
-    return Counts(*map(sum, zip(*known, strict=True))) if len(known) == len(counts) > 0 else None
+    known = [c for c in counts if c is not None]
+    return added(*known) if len(known) == len(counts) > 0 else None
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import gguf
 import numpy as np
@@ -181,10 +181,3 @@ class Experts:
 
     def __len__(self) -> int:
         return sum(facts.n_expert for _, facts in self._layers.values())
-
-
-def table_bytes(tensor: Any, path: Any) -> bytes:
-    """A small F32 table of the file: per-expert biases or scales."""
-    with open(path, "rb") as file:
-        file.seek(tensor.offset)
-        return file.read(tensor.n_bytes)

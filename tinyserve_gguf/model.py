@@ -11,8 +11,8 @@ from tinyserve_gguf import _llama, _shim
 from tinyserve_gguf._llama import ContextOptions, NativeModel, Offload, Sampling
 from tinyserve_gguf._shim import Device, Pager, Part
 from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, OptionError
-from tinyserve_gguf.experts import Experts, table_bytes
-from tinyserve_gguf.facts import ExpertLayer, ModelFacts, PartFacts, read_facts
+from tinyserve_gguf.experts import Experts
+from tinyserve_gguf.facts import ExpertLayer, ModelFacts, PartFacts, TensorFacts, read_facts
 from tinyserve_gguf.plan import CacheSpec, DeviceFacts, Plan, make_plan
 from tinyserve_gguf.session import Session
 from tinyserve_gguf.stats import Stats
@@ -25,6 +25,11 @@ def default_threads() -> int:
     """One thread per usable core; on larger machines half of them, because two hardware threads of a core share its units."""
     cores = len(os.sched_getaffinity(0))
     return cores if cores <= 8 else cores // 2
+
+
+def _check_choice(what: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise OptionError(f"the {what} is one of {', '.join(choices)}, not {value!r}")
 
 
 def pick_device(name: str) -> Device:
@@ -83,10 +88,8 @@ def load(
 
     Raises ModelFileError, OptionError or CapacityError, one line each, before anything is left behind.
     """
-    if policy not in _shim.POLICIES:
-        raise OptionError(f"the policy is one of {', '.join(_shim.POLICIES)}, not {policy!r}")
-    if engine not in _shim.ENGINES:
-        raise OptionError(f"the engine is one of {', '.join(_shim.ENGINES)}, not {engine!r}")
+    _check_choice("policy", policy, _shim.POLICIES)
+    _check_choice("engine", engine, _shim.ENGINES)
     if link_gbps is not None and link_gbps <= 0:
         raise OptionError(f"the link is above 0 GB/s, not {link_gbps}")
     for name, value, least in (("-c", n_ctx, 0), ("-b", 1 if n_ubatch is None else n_ubatch, 1), ("-t", 1 if n_threads is None else n_threads, 1)):
@@ -175,17 +178,13 @@ class Model:
             raise ModelFileError(f"{self.facts.path}: {self.facts.architecture} does not write text token by token (an encoder or a diffusion model)")
         if self._pager:
             self._pager.ready(stage.part(0.5, 1))
+            self._experts = Experts(self._pager, layers)
             if link_gbps is not None:
                 self._pager.set_link(link_gbps * 1e9)
         elif link_gbps is not None or engine != "auto":
             raise OptionError(f"{self.facts.name} is dense: there is no expert engine to choose and no link to slow down")
-        if self._pager:
-            self._experts = Experts(self._pager, layers)
 
     def _part(self, part: PartFacts) -> Part:
-        def table(tensor: object) -> bytes | None:
-            return table_bytes(tensor, self.facts.shards[tensor.shard]) if tensor else None  # type: ignore[attr-defined]
-
         w = part.weight
         return Part(
             weight=w.name,
@@ -195,10 +194,18 @@ class Model:
             ne0=w.ne(0),
             ne1=w.ne(1),
             bias=part.bias.name if part.bias else None,
-            bias_data=table(part.bias),
+            bias_data=self._table(part.bias),
             scale=part.scale.name if part.scale else None,
-            scale_data=table(part.scale),
+            scale_data=self._table(part.scale),
         )
+
+    def _table(self, tensor: TensorFacts | None) -> bytes | None:
+        """A small F32 table of the file: per-expert biases or scales."""
+        if tensor is None:
+            return None
+        with self.facts.shards[tensor.shard].open("rb") as file:
+            file.seek(tensor.offset)
+            return file.read(tensor.n_bytes)
 
     def __enter__(self) -> Model:
         return self
@@ -270,8 +277,7 @@ class Model:
 
     def set_policy(self, policy: str) -> None:
         """Change the eviction policy; residency stays."""
-        if policy not in _shim.POLICIES:
-            raise OptionError(f"the policy is one of {', '.join(_shim.POLICIES)}, not {policy!r}")
+        _check_choice("policy", policy, _shim.POLICIES)
         self.policy = policy
         if self._pager:
             self._pager.set_policy(policy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from tinyserve_gguf._shim import Counts, PagerStats
@@ -14,8 +14,13 @@ def hit_rate(*counts: Counts) -> float | None:
     return sum(c.hits for c in counts) / lookups if lookups else None
 
 
+def added(*counts: Counts) -> Counts:
+    """Their sum, counter by counter."""
+    return Counts(*map(sum, zip(*map(astuple, counts), strict=True)))
+
+
 def _since(now: Counts, before: Counts) -> Counts:
-    return Counts(*(a - b for a, b in zip(asdict(now).values(), asdict(before).values(), strict=True)))
+    return Counts(*(a - b for a, b in zip(astuple(now), astuple(before), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,5 +118,4 @@ def phases(now: PagerStats | None, before: PagerStats | None) -> Counts | None:
     """All that was counted between two snapshots, both phases together."""
     if now is None or before is None:
         return None
-    a, b = _since(now.prefill, before.prefill), _since(now.decode, before.decode)
-    return Counts(*(x + y for x, y in zip(asdict(a).values(), asdict(b).values(), strict=True)))
+    return added(_since(now.prefill, before.prefill), _since(now.decode, before.decode))
