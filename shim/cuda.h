@@ -39,6 +39,7 @@ struct tsg_cuda {
     void *      context;
     void *      module;
     tsg_cu_func step;
+    tsg_cu_func rest;
     tsg_cu_func commit;
     tsg_cu_func stage;
     tsg_cu_func mark;

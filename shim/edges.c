@@ -2,6 +2,7 @@
 //
 // The inner stream waits for tsg_step before it goes on, and what it goes on with is a kernel that quantises the activations: it reads neither slots nor slot
 // ids. In the captured graph the wait is moved one kernel further, to the matmul, so that the lookup costs next to nothing when all experts are resident.
+// The same for tsg_rest and the last matmul.
 // Needs driver calls of CUDA 12.3; without them graphs stay as they were captured.
 #include "engine.h"
 
@@ -66,7 +67,7 @@ int tsg_edges_relax(const struct tsg_cuda * cuda, tsg_cu_graph graph) {
         tsg_cu_node          next[8];
         struct tsg_cu_edge   edges[8];
         size_t               n_next = 8;
-        if (!kernel_of(cuda, nodes[i], &params) || params.func != cuda->step || cuda->node_dependents(nodes[i], next, edges, &n_next) != 0 || n_next > 8) {
+        if (!kernel_of(cuda, nodes[i], &params) || (params.func != cuda->step && params.func != cuda->rest) || cuda->node_dependents(nodes[i], next, edges, &n_next) != 0 || n_next > 8) {
             continue;
         }
         for (size_t j = 0; j < n_next; j++) {

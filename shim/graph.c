@@ -135,6 +135,31 @@ static struct tsg_weight * scale_weight(const struct tsg_step * step, const stru
     return NULL;
 }
 
+static const struct tsg_weight * read_by(const struct tsg_step * step, const struct ggml_tensor * node) {
+    const struct tsg_weight * w = matmul_weight(step, node);
+    w = w ? w : bias_weight(step, node);
+    return w ? w : scale_weight(step, node);
+}
+
+int tsg_graph_last_part(const struct ggml_cgraph * graph, const struct tsg_step * step) {
+    int first = graph->n_nodes;
+    for (int i = step->first; i < step->end; i++) {
+        const struct ggml_tensor * node = graph->nodes[i];
+        const struct tsg_weight *  w    = read_by(step, node);
+        if (w && w->part == step->layer->n_parts - 1) {
+            first = i < first ? i : first;
+        } else if (w && i > first) {
+            return step->first;
+        }
+        for (int j = step->first; w && node->op == GGML_OP_GET_ROWS && j < first; j++) {
+            if (graph->nodes[j] == node->src[0] && first < graph->n_nodes) {
+                return step->first;  // the table of scales is repeated before the matmul
+            }
+        }
+    }
+    return first < graph->n_nodes ? first : step->first;
+}
+
 // The lookup keeps its three nodes, each now over slots instead of experts, so that it is right whether the backend fuses it or runs it.
 static bool patch_scale(struct tsg_graph * g, struct ggml_tensor * get_rows, struct ggml_tensor * table, struct ggml_tensor * scratch,
                         struct ggml_tensor * slot_ids) {

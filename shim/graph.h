@@ -37,5 +37,9 @@ bool tsg_graph_use_experts(struct tsg_graph * g, struct ggml_cgraph * graph, con
 bool tsg_graph_use_slots(struct tsg_graph * g, struct ggml_cgraph * graph, const struct tsg_step * step, const struct tsg_pool * pool,
                          struct ggml_tensor * slot_ids, struct ggml_tensor * const * repeats);
 
+// Where the weights of the layer's last part (down) come into play: the first node of the step that reads them, their bias or their scale, or step->first
+// if they cannot be told from the others.
+int tsg_graph_last_part(const struct ggml_cgraph * graph, const struct tsg_step * step);
+
 void tsg_graph_restore(struct tsg_graph * g);
 void tsg_graph_free(struct tsg_graph * g);

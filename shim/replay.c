@@ -40,7 +40,15 @@ static bool launch_step(struct tsg_engine * e, const struct tsg_step * step) {
     return tsg_cuda_ok(r->cuda, r->cuda->launch(r->cuda->step, STEP_BLOCKS, 1, 1, TSG_STEP_THREADS, 1, 1, 0, e->stream, params, NULL), "cuLaunchKernel");
 }
 
-// Behind the step on our stream: the inner one does not wait for it.
+// Behind the step on our stream; the inner one waits for it before the layer's last matmul.
+static bool launch_rest(struct tsg_engine * e, const struct tsg_step * step) {
+    struct tsg_resident * r        = e->pager->resident;
+    void *                params[] = { &r->pool[step->layer->pool], &r->layer[step->layer->index], &r->link };
+    return tsg_cuda_ok(r->cuda, r->cuda->launch(r->cuda->rest, STEP_BLOCKS, 1, 1, TSG_STEP_THREADS, 1, 1, 0, e->stream, params, NULL), "cuLaunchKernel") &&
+           tsg_cuda_ok(r->cuda, r->cuda->event_record(cu(e->event[TSG_EV_REST_OUT]), e->stream), "cuEventRecord");
+}
+
+// Behind that: the inner stream does not wait for it.
 static bool launch_commit(struct tsg_engine * e, const struct tsg_step * step, bool publish) {
     struct tsg_resident * r     = e->pager->resident;
     int32_t               first = step->layer->first;
@@ -59,13 +67,30 @@ static bool is_last_of_pool(const struct tsg_engine * e, int i) {
     return true;
 }
 
-// The graph in pieces with our kernel between them; issued to the device, or into a capture.
+// The nodes from *done to the layer's last matmul, with our kernels among them.
+static enum ggml_status issue_step(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, bool publish, int * done) {
+    const int        last   = tsg_graph_last_part(graph, step);
+    enum ggml_status status = tsg_engine_compute_plain(e, graph, *done, step->first);
+    if (status != GGML_STATUS_SUCCESS) {
+        return status;
+    }
+    tsg_engine_shape_ids(e, step);
+    if (!tsg_ours_waits(e, e->stream, TSG_EV_STEP_IN) || !launch_step(e, step) || !tsg_inner_waits(e, e->stream, TSG_EV_STEP_OUT) || !launch_rest(e, step) ||
+        !launch_commit(e, step, publish) || !tsg_graph_use_slots(&e->graph, graph, step, tsg_engine_pool(e, step), e->slot_ids, e->repeats)) {
+        return GGML_STATUS_FAILED;
+    }
+    status = tsg_engine_compute_plain(e, graph, step->first, last);
+    ggml_backend_event_wait(e->inner, e->event[TSG_EV_REST_OUT]);
+    *done = last;
+    return status;
+}
+
+// The graph in pieces with our kernels between them; issued to the device, or into a capture.
 static enum ggml_status issue(struct tsg_engine * e, struct ggml_cgraph * graph, struct tsg_counts * counts) {
     int done = 0;
     for (int i = 0; i < e->graph.n_steps; i++) {
         const struct tsg_step * step = &e->graph.steps[i];
-        struct tsg_pool *       pool = tsg_engine_pool(e, step);
-        if (pool->resident) {
+        if (tsg_engine_pool(e, step)->resident) {
             if (!tsg_engine_use_resident(e, graph, step, counts)) {
                 return GGML_STATUS_ALLOC_FAILED;
             }
@@ -74,16 +99,9 @@ static enum ggml_status issue(struct tsg_engine * e, struct ggml_cgraph * graph,
         if (ggml_nelements(step->ids) == 0) {
             continue;
         }
-        const enum ggml_status status = tsg_engine_compute_plain(e, graph, done, step->first);
-        done                          = step->first;
+        const enum ggml_status status = issue_step(e, graph, step, is_last_of_pool(e, i), &done);
         if (status != GGML_STATUS_SUCCESS) {
             return status;
-        }
-        tsg_engine_shape_ids(e, step);
-        if (!tsg_ours_waits(e, e->stream, TSG_EV_STEP_IN) || !launch_step(e, step) || !tsg_inner_waits(e, e->stream, TSG_EV_STEP_OUT) ||
-            !launch_commit(e, step, is_last_of_pool(e, i)) ||
-            !tsg_graph_use_slots(&e->graph, graph, step, pool, e->slot_ids, e->repeats)) {
-            return GGML_STATUS_FAILED;
         }
     }
     return tsg_engine_compute_plain(e, graph, done, graph->n_nodes);

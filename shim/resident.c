@@ -65,6 +65,7 @@ static bool make_layer(struct tsg_resident * r, struct tsg_pager * pager, int32_
     *d                             = (struct tsg_dev_layer) { .first = layer->first, .n_expert = layer->n_expert };
     for (int32_t p = 0; p < layer->n_parts; p++) {
         const struct tsg_weight * w = &layer->weight[p];
+        d->n_early = p < layer->n_parts - 1 ? d->n_early : d->n_banks;
         if (!add_bank(r->cuda, d, w->host, pool->slot[p]->data, w->bytes) ||
             (w->bias && !add_bank(r->cuda, d, w->bias, pool->bias[p]->data, (size_t) w->ne1 * sizeof(float))) ||
             (w->scale && !add_bank(r->cuda, d, w->scale, pool->scale[p]->data, sizeof(float)))) {

@@ -1,180 +1,10 @@
 // resident.cu - a decode step of one expert layer on the device: which routed experts are resident, who leaves, copy what is missing, ids to slots.
 //
-// Two kernels, no host. tsg_step stands in the way of the token and does only what the layer's matmuls wait for: every block computes the same lookup and the
-// same victims from state that nobody changes meanwhile, then copies its share of the missing experts from mapped host memory; no block waits for another.
-// tsg_commit runs beside the matmuls: it writes the new state and ranks the victims of the next step. Compiled to PTX by scripts/make-ptx; policy.h holds the
-// score functions that slots.c uses too.
-#include "resident.h"
-
-#define NONE (-1)
-
-// ---- order of victims: free slots first, then the lowest score, then the lowest slot; as candidate_less() in slots.c ----
-
-struct victim {
-    uint64_t key;
-    uint64_t last;
-    int32_t  slot;  // NONE = nobody
-    int32_t  taken; // 0 free, 1 holds an expert
-};
-
-static __device__ bool before(const victim & a, const victim & b) {
-    if (b.slot == NONE) {
-        return a.slot != NONE;
-    }
-    if (a.slot == NONE) {
-        return false;
-    }
-    if (a.taken != b.taken) {
-        return a.taken < b.taken;
-    }
-    if (a.key != b.key) {
-        return a.key < b.key;
-    }
-    if (a.last != b.last) {
-        return a.last < b.last;
-    }
-    return a.slot < b.slot;
-}
-
-static __device__ victim shuffle_min(victim v) {
-    for (int offset = 16; offset; offset >>= 1) {
-        victim o;
-        o.key   = __shfl_xor_sync(~0u, v.key, offset);
-        o.last  = __shfl_xor_sync(~0u, v.last, offset);
-        o.slot  = __shfl_xor_sync(~0u, v.slot, offset);
-        o.taken = __shfl_xor_sync(~0u, v.taken, offset);
-        if (before(o, v)) {
-            v = o;
-        }
-    }
-    return v;
-}
-
-// The first of all threads' candidates, the same in every thread.
-static __device__ victim block_min(victim v) {
-    __shared__ victim per_warp[TSG_COMMIT_THREADS / 32];
-    v = shuffle_min(v);
-    if (threadIdx.x % 32 == 0) {
-        per_warp[threadIdx.x / 32] = v;
-    }
-    __syncthreads();
-    v = per_warp[threadIdx.x % (blockDim.x / 32)];
-    v = shuffle_min(v);
-    __syncthreads();
-    return v;
-}
-
-// ---- what this step wants ----
-
-struct step {
-    uint32_t wanted[TSG_MAX_EXPERTS / 32];  // bit per expert of the layer
-    int32_t  expert[TSG_STEP_THREADS];      // distinct experts, ascending
-    int32_t  slot[TSG_STEP_THREADS];        // their slots
-    int32_t  missing[TSG_STEP_THREADS];     // indices into expert[] of those to copy
-    int32_t  n_distinct;
-    int32_t  n_miss;
-    int32_t  n_chosen;
-};
-
-static __device__ bool wants(const step & s, const tsg_dev_layer & layer, int32_t id) {
-    const int32_t expert = id - layer.first;
-    return expert >= 0 && expert < layer.n_expert && (s.wanted[expert / 32] >> (expert % 32) & 1);
-}
-
-static __device__ int32_t rank_of(const step & s, int32_t expert) {
-    int32_t rank = 0;
-    for (int32_t w = 0; w < expert / 32; w++) {
-        rank += __popc(s.wanted[w]);
-    }
-    return rank + __popc(s.wanted[expert / 32] & ((1u << (expert % 32)) - 1));
-}
-
-static __device__ void lookup(step & s, const tsg_dev_pool & pool, const tsg_dev_layer & layer, int32_t expert) {
-    const int32_t n_words = (layer.n_expert + 31) / 32;
-    for (int32_t w = threadIdx.x; w < n_words; w += blockDim.x) {
-        s.wanted[w] = 0;
-    }
-    __syncthreads();
-    const bool first = expert != NONE && !(atomicOr(&s.wanted[expert / 32], 1u << (expert % 32)) & (1u << (expert % 32)));
-    __syncthreads();
-    if (first) {
-        const int32_t rank = rank_of(s, expert);
-        s.expert[rank]     = expert;
-        s.slot[rank]       = pool.slot_of[layer.first + expert];
-    }
-    const int32_t n_distinct = __syncthreads_count(first);
-    const bool    miss       = (int32_t) threadIdx.x < n_distinct && s.slot[threadIdx.x] == NONE;
-    const int32_t n_miss     = __syncthreads_count(miss);
-    if (miss) {
-        int32_t at = 0;
-        for (int32_t i = 0; i < (int32_t) threadIdx.x; i++) {
-            at += s.slot[i] == NONE;
-        }
-        s.missing[at] = threadIdx.x;
-    }
-    if (threadIdx.x == 0) {
-        s.n_distinct = n_distinct;
-        s.n_miss     = n_miss;
-    }
-    __syncthreads();
-}
-
-// Pinned experts are nobody's victims.
-static __device__ victim candidate(const tsg_dev_pool & pool, int32_t slot, enum tsg_policy policy, uint64_t now) {
-    const int32_t id = pool.expert_in[slot];
-    victim        v  = { 0, 0, slot, id >= 0 };
-    if (id >= 0) {
-        const tsg_score score = tsg_policy_score(policy, &pool.use[id], now, pool.period);
-        v.key                 = score.key;
-        v.last                = score.last;
-        v.slot                = pool.pinned[id] ? NONE : slot;
-    }
-    return v;
-}
-
-// The first victim behind `last` among this thread's slots. With `s`, experts that this step wants are spared.
-static __device__ victim next_victim(const step * s, const tsg_dev_pool & pool, const tsg_dev_layer * layer, enum tsg_policy policy, uint64_t now, const victim & last) {
-    victim best = { 0, 0, NONE, 0 };
-    for (int32_t slot = threadIdx.x; slot < pool.n_slots; slot += blockDim.x) {
-        if (s && wants(*s, *layer, pool.expert_in[slot])) {
-            continue;
-        }
-        const victim v = candidate(pool, slot, policy, now);
-        if (before(v, best) && (last.slot == NONE || before(last, v))) {
-            best = v;
-        }
-    }
-    return best;
-}
-
-// Gives every missing expert the slot of a victim: from the list that tsg_commit left, else by a search.
-static __device__ void choose(step & s, const tsg_dev_pool & pool, const tsg_dev_layer & layer, enum tsg_policy policy, uint64_t now) {
-    if (threadIdx.x < 32) {
-        const int32_t  lane = threadIdx.x;
-        const int32_t  slot = lane < pool.state->n_victims ? pool.state->victims[lane] : NONE;
-        const int32_t  id   = slot != NONE ? pool.expert_in[slot] : NONE;
-        const uint32_t free = __ballot_sync(~0u, slot != NONE && !(id >= 0 && wants(s, layer, id)));
-        const int32_t  at   = __popc(free & ((1u << lane) - 1));
-        if (__popc(free) >= s.n_miss && (free >> lane & 1) && at < s.n_miss) {
-            s.slot[s.missing[at]] = slot;
-        }
-        if (lane == 0) {
-            s.n_chosen = __popc(free) >= s.n_miss ? s.n_miss : 0;
-        }
-    }
-    __syncthreads();
-    if (s.n_chosen == s.n_miss) {
-        return;
-    }
-    victim last = { 0, 0, NONE, 0 };
-    for (int32_t m = 0; m < s.n_miss; m++) {
-        last = block_min(next_victim(&s, pool, &layer, policy, now, last));
-        if (threadIdx.x == 0) {
-            s.slot[s.missing[m]] = last.slot;
-        }
-    }
-    __syncthreads();
-}
+// Three kernels, no host. tsg_step stands in the way of the token and does only what the layer's first matmul waits for: every block computes the same lookup
+// and the same victims from state that nobody changes meanwhile, then copies its share of the missing experts from mapped host memory; no block waits for
+// another. tsg_rest copies what only the layer's last matmul reads (down), beside the first. tsg_commit runs beside both: it writes the new state and ranks the
+// victims of the next step. Compiled to PTX by scripts/make-ptx; policy.h holds the score functions that slots.c uses too.
+#include "victims.cuh"
 
 // ---- copying ----
 
@@ -208,16 +38,15 @@ static __device__ void copy_bytes(char * to, const char * from, uint64_t bytes, 
     }
 }
 
-// Copies the missing experts. The pieces follow each other without a gap: where one ends, the next begins with the next block in turn.
-static __device__ uint64_t gather(const step & s, const tsg_dev_layer & layer) {
+// Copies these banks of the missing experts. The pieces follow each other without a gap: where one ends, the next begins with the next block in turn.
+static __device__ uint64_t gather(const tsg_dev_load * loads, int32_t n_loads, const tsg_dev_layer & layer, int32_t bank, int32_t end) {
     uint64_t bytes = 0;
     uint32_t turn  = 0;
-    for (int32_t m = 0; m < s.n_miss; m++) {
-        const uint64_t expert = s.expert[s.missing[m]];
-        const uint64_t slot   = s.slot[s.missing[m]];
-        for (int32_t b = 0; b < layer.n_banks; b++) {
+    for (int32_t m = 0; m < n_loads; m++) {
+        for (int32_t b = bank; b < end; b++) {
             const uint64_t size = layer.bank[b].bytes;
-            copy_bytes(layer.bank[b].slots + slot * size, layer.bank[b].host + expert * size, size, (blockIdx.x + gridDim.x - turn) % gridDim.x, gridDim.x);
+            copy_bytes(layer.bank[b].slots + loads[m].slot * size, layer.bank[b].host + loads[m].expert * size, size,
+                       (blockIdx.x + gridDim.x - turn) % gridDim.x, gridDim.x);
             turn = (turn + (uint32_t) ((size / 16 + CHUNK_WORDS - 1) / CHUNK_WORDS)) % gridDim.x;
             bytes += size;
         }
@@ -229,6 +58,14 @@ static __device__ uint64_t nanoseconds() {
     uint64_t t;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
     return t;
+}
+
+// The same, no faster than a byte in `ps_per_byte`.
+static __device__ void gather_at(uint64_t ps_per_byte, const tsg_dev_load * loads, int32_t n_loads, const tsg_dev_layer & layer, int32_t bank, int32_t end) {
+    const uint64_t start = ps_per_byte ? nanoseconds() : 0;
+    const uint64_t bytes = gather(loads, n_loads, layer, bank, end);
+    while (ps_per_byte && nanoseconds() - start < bytes * ps_per_byte / 1000) {
+    }
 }
 
 // ---- the new state ----
@@ -292,6 +129,7 @@ static __device__ int32_t quick_step(const tsg_dev_pool & pool, const tsg_dev_la
     const int32_t n_distinct = __popc(__ballot_sync(~0u, lead));
     if (lane == 0) {
         pool.state->n_distinct = n_distinct;
+        pool.state->n_loads    = 0;
     }
     return 0;
 }
@@ -319,10 +157,11 @@ extern "C" __global__ void __launch_bounds__(TSG_STEP_THREADS)
         __syncthreads();
     }
     lookup(s, pool, layer, expert);
-    const uint64_t slow  = s.n_miss ? *ps_per_byte : 0;
-    const uint64_t start = slow ? nanoseconds() : 0;
     if (s.n_miss) {
         choose(s, pool, layer, (enum tsg_policy) pool.state->policy, pool.state->clock);
+    }
+    if (i < s.n_miss) {
+        s.load[i] = { s.expert[s.missing[i]], s.slot[s.missing[i]] };
     }
     if (blockIdx.x == 0) {
         if (expert != NONE) {
@@ -332,12 +171,24 @@ extern "C" __global__ void __launch_bounds__(TSG_STEP_THREADS)
             pool.state->expert[i] = s.expert[i];
             pool.state->slot[i]   = s.slot[i];
         }
+        if (i < s.n_miss) {
+            pool.state->load[i] = s.load[i];
+        }
         if (i == 0) {
             pool.state->n_distinct = s.n_distinct;
+            pool.state->n_loads    = s.n_miss;
         }
     }
-    const uint64_t bytes = gather(s, layer);
-    while (slow && nanoseconds() - start < bytes * slow / 1000) {
+    __syncthreads();
+    gather_at(s.n_miss ? *ps_per_byte : 0, s.load, s.n_miss, layer, 0, layer.n_early);
+}
+
+// What the layer's last matmul reads, while the first computes. The same grid as tsg_step.
+extern "C" __global__ void __launch_bounds__(TSG_STEP_THREADS)
+    tsg_rest(const __grid_constant__ tsg_dev_pool pool, const __grid_constant__ tsg_dev_layer layer, const uint64_t * ps_per_byte) {
+    const int32_t n_loads = pool.state->n_loads;
+    if (n_loads) {
+        gather_at(*ps_per_byte, pool.state->load, n_loads, layer, layer.n_early, layer.n_banks);
     }
 }
 

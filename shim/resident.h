@@ -22,7 +22,7 @@ struct tsg_dev_layer {
     int32_t         first;  // id in the pool of expert 0
     int32_t         n_expert;
     int32_t         n_banks;
-    int32_t         pad;
+    int32_t         n_early;  // of these, read by the layer's first matmul; the others only by its last
     struct tsg_bank bank[TSG_MAX_BANKS];
 };
 
@@ -35,6 +35,12 @@ struct tsg_dev_counts {
     uint64_t bytes_link;
 };
 
+// A missing expert of a layer and its new slot.
+struct tsg_dev_load {
+    int32_t expert;
+    int32_t slot;
+};
+
 // What changes while graphs run.
 struct tsg_dev_state {
     uint64_t              clock;
@@ -45,11 +51,12 @@ struct tsg_dev_state {
     int32_t               victims[TSG_VICTIMS];   // slots that the next step would evict, in order
     struct tsg_dev_counts counts;
 
-    // what tsg_step decided, for tsg_commit
-    int32_t n_distinct;
-    int32_t pad;
-    int32_t expert[TSG_STEP_THREADS];  // of the layer, ascending
-    int32_t slot[TSG_STEP_THREADS];
+    // what tsg_step decided, for tsg_rest and tsg_commit
+    int32_t             n_distinct;
+    int32_t             n_loads;
+    int32_t             expert[TSG_STEP_THREADS];  // of the layer, ascending
+    int32_t             slot[TSG_STEP_THREADS];
+    struct tsg_dev_load load[TSG_STEP_THREADS];
 };
 
 // Addresses and sizes, fixed for the life of the pool: kernels get it by value, so that they find everything without a load.
