@@ -134,6 +134,7 @@ struct tsg_cuda * tsg_cuda_open(const char * pci_bus_id) {
         tsg_cuda_close(cuda);
         return NULL;
     }
+    find(cuda, "cuGraphExecUpdate_v2", &cuda->exec_update);
     cuda->can_edit = find_graph_editing(cuda);
     return cuda;
 }

@@ -22,6 +22,12 @@ struct tsg_cu_edge {  // CUgraphEdgeData
     unsigned char data[8];
 };
 
+struct tsg_cu_update {  // CUgraphExecUpdateResultInfo
+    int         result;
+    tsg_cu_node node;
+    tsg_cu_node from;
+};
+
 enum {
     TSG_CU_STREAM_NON_BLOCKING   = 1,
     TSG_CU_EVENT_DISABLE_TIMING  = 2,
@@ -80,6 +86,8 @@ struct tsg_cuda {
     tsg_cu_result (*graph_launch)(tsg_cu_exec exec, tsg_cu_stream stream);
     tsg_cu_result (*graph_destroy)(tsg_cu_graph graph);
     tsg_cu_result (*exec_destroy)(tsg_cu_exec exec);
+
+    tsg_cu_result (*exec_update)(tsg_cu_exec exec, tsg_cu_graph graph, struct tsg_cu_update * info);  // CUDA 12 and up, else NULL
 
     // CUDA 12.3 and up, for edges.c; can_edit tells whether all are there
     bool can_edit;

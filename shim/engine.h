@@ -9,6 +9,7 @@
 enum tsg_event {
     TSG_EV_STEP_IN,
     TSG_EV_STEP_OUT,
+    TSG_EV_REST_IN,
     TSG_EV_REST_OUT,
     TSG_EV_LAUNCH_IN,
     TSG_EV_LAUNCH_OUT,

@@ -6,7 +6,9 @@
 
 #include "engine.h"
 
-#define STEP_BLOCKS 64  // 16, 64 and 256 copy equally fast at 13 MB an expert
+// Enough to fill the link; more in the rest would slow the matmul beside it.
+#define STEP_BLOCKS 32
+#define REST_BLOCKS 16
 
 // ---- one graph ----
 
@@ -29,33 +31,35 @@ bool tsg_inner_waits(struct tsg_engine * e, tsg_cu_stream stream, int event) {
     return true;
 }
 
+// tsg_step, which the layer's first matmul waits for, and beside it tsg_rest, which the last one does.
 static bool launch_step(struct tsg_engine * e, const struct tsg_step * step) {
-    struct tsg_resident * r        = e->pager->resident;
-    tsg_cu_ptr            ids      = (tsg_cu_ptr) step->ids->data;
-    int32_t               stride   = (int32_t) (step->ids->nb[1] / sizeof(int32_t));
-    int32_t               n_used   = (int32_t) step->ids->ne[0];
-    int32_t               n_tokens = (int32_t) step->ids->ne[1];
-    tsg_cu_ptr            out      = (tsg_cu_ptr) e->slot_ids->data;
-    void * params[] = { &r->pool[step->layer->pool], &r->layer[step->layer->index], &ids, &stride, &n_used, &n_tokens, &out, &r->link };
-    return tsg_cuda_ok(r->cuda, r->cuda->launch(r->cuda->step, STEP_BLOCKS, 1, 1, TSG_STEP_THREADS, 1, 1, 0, e->stream, params, NULL), "cuLaunchKernel");
+    struct tsg_resident *   r        = e->pager->resident;
+    const struct tsg_cuda * cuda     = r->cuda;
+    tsg_cu_ptr              ids      = (tsg_cu_ptr) step->ids->data;
+    int32_t                 stride   = (int32_t) (step->ids->nb[1] / sizeof(int32_t));
+    int32_t                 n_used   = (int32_t) step->ids->ne[0];
+    int32_t                 n_tokens = (int32_t) step->ids->ne[1];
+    tsg_cu_ptr              out      = (tsg_cu_ptr) e->slot_ids->data;
+    int32_t                 blocks   = STEP_BLOCKS;
+    void * step_params[] = { &r->pool[step->layer->pool], &r->layer[step->layer->index], &ids, &stride, &n_used, &n_tokens, &r->link, &out };
+    void * rest_params[] = { &r->pool[step->layer->pool], &r->layer[step->layer->index], &ids, &stride, &n_used, &n_tokens, &r->link, &blocks };
+    return tsg_ours_waits(e, e->stream, TSG_EV_STEP_IN) &&
+           tsg_cuda_ok(cuda, cuda->event_record(cu(e->event[TSG_EV_REST_IN]), e->stream), "cuEventRecord") &&
+           tsg_cuda_ok(cuda, cuda->stream_wait(e->side, cu(e->event[TSG_EV_REST_IN]), 0), "cuStreamWaitEvent") &&
+           tsg_cuda_ok(cuda, cuda->launch(cuda->step, STEP_BLOCKS, 1, 1, TSG_STEP_THREADS, 1, 1, 0, e->stream, step_params, NULL), "cuLaunchKernel") &&
+           tsg_cuda_ok(cuda, cuda->launch(cuda->rest, REST_BLOCKS, 1, 1, TSG_STEP_THREADS, 1, 1, 0, e->side, rest_params, NULL), "cuLaunchKernel") &&
+           tsg_cuda_ok(cuda, cuda->event_record(cu(e->event[TSG_EV_REST_OUT]), e->side), "cuEventRecord");
 }
 
-// Behind the step on our stream; the inner one waits for it before the layer's last matmul.
-static bool launch_rest(struct tsg_engine * e, const struct tsg_step * step) {
-    struct tsg_resident * r        = e->pager->resident;
-    void *                params[] = { &r->pool[step->layer->pool], &r->layer[step->layer->index], &r->link };
-    return tsg_cuda_ok(r->cuda, r->cuda->launch(r->cuda->rest, STEP_BLOCKS, 1, 1, TSG_STEP_THREADS, 1, 1, 0, e->stream, params, NULL), "cuLaunchKernel") &&
-           tsg_cuda_ok(r->cuda, r->cuda->event_record(cu(e->event[TSG_EV_REST_OUT]), e->stream), "cuEventRecord");
-}
-
-// Behind that: the inner stream does not wait for it.
+// Behind both: the inner stream does not wait for it.
 static bool launch_commit(struct tsg_engine * e, const struct tsg_step * step, bool publish) {
     struct tsg_resident * r     = e->pager->resident;
     int32_t               first = step->layer->first;
     uint64_t              bytes = tsg_layer_expert_bytes(step->layer);
     int32_t               show  = publish;
     void * params[] = { &r->pool[step->layer->pool], &first, &bytes, &show };
-    return tsg_cuda_ok(r->cuda, r->cuda->launch(r->cuda->commit, 1, 1, 1, TSG_COMMIT_THREADS, 1, 1, 0, e->stream, params, NULL), "cuLaunchKernel");
+    return tsg_cuda_ok(r->cuda, r->cuda->stream_wait(e->stream, cu(e->event[TSG_EV_REST_OUT]), 0), "cuStreamWaitEvent") &&
+           tsg_cuda_ok(r->cuda, r->cuda->launch(r->cuda->commit, 1, 1, 1, TSG_COMMIT_THREADS, 1, 1, 0, e->stream, params, NULL), "cuLaunchKernel");
 }
 
 static bool is_last_of_pool(const struct tsg_engine * e, int i) {
@@ -75,8 +79,8 @@ static enum ggml_status issue_step(struct tsg_engine * e, struct ggml_cgraph * g
         return status;
     }
     tsg_engine_shape_ids(e, step);
-    if (!tsg_ours_waits(e, e->stream, TSG_EV_STEP_IN) || !launch_step(e, step) || !tsg_inner_waits(e, e->stream, TSG_EV_STEP_OUT) || !launch_rest(e, step) ||
-        !launch_commit(e, step, publish) || !tsg_graph_use_slots(&e->graph, graph, step, tsg_engine_pool(e, step), e->slot_ids, e->repeats)) {
+    if (!launch_step(e, step) || !tsg_inner_waits(e, e->stream, TSG_EV_STEP_OUT) || !launch_commit(e, step, publish) ||
+        !tsg_graph_use_slots(&e->graph, graph, step, tsg_engine_pool(e, step), e->slot_ids, e->repeats)) {
         return GGML_STATUS_FAILED;
     }
     status = tsg_engine_compute_plain(e, graph, step->first, last);
@@ -139,6 +143,23 @@ static bool launch(struct tsg_engine * e, const struct tsg_replay * replay) {
            tsg_inner_waits(e, e->stream, TSG_EV_LAUNCH_OUT);
 }
 
+// Makes a captured graph ready to launch. llama.cpp grows its graph every 256 tokens and then never comes back to the old one, so the last one is rewritten
+// where the driver can: that takes a fraction of the time.
+static bool make_exec(struct tsg_engine * e, struct tsg_replay * replay, tsg_cu_graph captured) {
+    const struct tsg_cuda * cuda = e->pager->resident->cuda;
+    struct tsg_replay *     last = NULL;
+    struct tsg_cu_update    info;
+    for (int i = 0; i < TSG_MAX_REPLAYS; i++) {
+        last = e->replays[i].exec && (!last || e->replays[i].used > last->used) ? &e->replays[i] : last;
+    }
+    if (last && cuda->exec_update && cuda->exec_update(last->exec, captured, &info) == 0) {
+        replay->exec = last->exec;
+        *last        = (struct tsg_replay) { 0 };
+        return true;
+    }
+    return tsg_cuda_ok(cuda, cuda->graph_instantiate(&replay->exec, captured, 0), "cuGraphInstantiate");
+}
+
 static bool capture(struct tsg_engine * e, struct ggml_cgraph * graph, struct tsg_replay * replay) {
     const struct tsg_cuda * cuda     = e->pager->resident->cuda;
     tsg_cu_graph            captured = NULL;
@@ -149,7 +170,7 @@ static bool capture(struct tsg_engine * e, struct ggml_cgraph * graph, struct ts
               tsg_ours_waits(e, e->stream, TSG_EV_CAPTURE_OUT);
     ok      = tsg_cuda_ok(cuda, cuda->stream_end_capture(e->stream, &captured), "cuStreamEndCapture") && ok;
     e->pager->notes.edges_moved += ok ? (uint64_t) tsg_edges_relax(cuda, captured) : 0;
-    ok = ok && tsg_cuda_ok(cuda, cuda->graph_instantiate(&replay->exec, captured, 0), "cuGraphInstantiate");
+    ok = ok && make_exec(e, replay, captured);
     if (captured) {
         cuda->graph_destroy(captured);
     }

@@ -2,71 +2,10 @@
 //
 // Three kernels, no host. tsg_step stands in the way of the token and does only what the layer's first matmul waits for: every block computes the same lookup
 // and the same victims from state that nobody changes meanwhile, then copies its share of the missing experts from mapped host memory; no block waits for
-// another. tsg_rest copies what only the layer's last matmul reads (down), beside the first. tsg_commit runs beside both: it writes the new state and ranks the
-// victims of the next step. Compiled to PTX by scripts/make-ptx; policy.h holds the score functions that slots.c uses too.
+// another. tsg_rest does the same for what only the layer's last matmul reads (down), while the first computes. tsg_commit runs beside the matmuls: it writes
+// the new state and ranks the victims of the next step. Compiled to PTX by scripts/make-ptx; policy.h holds the score functions that slots.c uses too.
+#include "copy.cuh"
 #include "victims.cuh"
-
-// ---- copying ----
-
-#define CHUNK_WORDS (4 * TSG_STEP_THREADS)  // words that a block copies at once: four reads in flight per thread
-
-// Block `at` of every gridDim.x copies its share of `n` words.
-template <typename T> static __device__ void copy_words(char * to, const char * from, uint64_t n, uint64_t at, uint64_t blocks) {
-    const T * __restrict__ src = (const T *) from;
-    T * __restrict__ dst       = (T *) to;
-    for (uint64_t base = at * CHUNK_WORDS; base < n; base += blocks * CHUNK_WORDS) {
-        const uint64_t i = base + threadIdx.x;
-        if (base + CHUNK_WORDS <= n) {
-            const T a = src[i], b = src[i + TSG_STEP_THREADS], c = src[i + 2 * TSG_STEP_THREADS], d = src[i + 3 * TSG_STEP_THREADS];
-            dst[i] = a, dst[i + TSG_STEP_THREADS] = b, dst[i + 2 * TSG_STEP_THREADS] = c, dst[i + 3 * TSG_STEP_THREADS] = d;
-        } else {
-            for (uint64_t j = i; j < n; j += TSG_STEP_THREADS) {
-                dst[j] = src[j];
-            }
-        }
-    }
-}
-
-static __device__ void copy_bytes(char * to, const char * from, uint64_t bytes, uint64_t at, uint64_t blocks) {
-    const uint64_t bits = (uint64_t) to | (uint64_t) from | bytes;
-    if (bits % 16 == 0) {
-        copy_words<uint4>(to, from, bytes / 16, at, blocks);
-    } else if (bits % 4 == 0) {
-        copy_words<uint32_t>(to, from, bytes / 4, at, blocks);
-    } else {
-        copy_words<uint8_t>(to, from, bytes, at, blocks);
-    }
-}
-
-// Copies these banks of the missing experts. The pieces follow each other without a gap: where one ends, the next begins with the next block in turn.
-static __device__ uint64_t gather(const tsg_dev_load * loads, int32_t n_loads, const tsg_dev_layer & layer, int32_t bank, int32_t end) {
-    uint64_t bytes = 0;
-    uint32_t turn  = 0;
-    for (int32_t m = 0; m < n_loads; m++) {
-        for (int32_t b = bank; b < end; b++) {
-            const uint64_t size = layer.bank[b].bytes;
-            copy_bytes(layer.bank[b].slots + loads[m].slot * size, layer.bank[b].host + loads[m].expert * size, size,
-                       (blockIdx.x + gridDim.x - turn) % gridDim.x, gridDim.x);
-            turn = (turn + (uint32_t) ((size / 16 + CHUNK_WORDS - 1) / CHUNK_WORDS)) % gridDim.x;
-            bytes += size;
-        }
-    }
-    return bytes;
-}
-
-static __device__ uint64_t nanoseconds() {
-    uint64_t t;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
-    return t;
-}
-
-// The same, no faster than a byte in `ps_per_byte`.
-static __device__ void gather_at(uint64_t ps_per_byte, const tsg_dev_load * loads, int32_t n_loads, const tsg_dev_layer & layer, int32_t bank, int32_t end) {
-    const uint64_t start = ps_per_byte ? nanoseconds() : 0;
-    const uint64_t bytes = gather(loads, n_loads, layer, bank, end);
-    while (ps_per_byte && nanoseconds() - start < bytes * ps_per_byte / 1000) {
-    }
-}
 
 // ---- the new state ----
 
@@ -104,23 +43,51 @@ static __device__ void protect(const tsg_dev_pool & pool, int32_t id) {
 
 // ---- kernels ----
 
-// The usual step, one token of up to 32 experts that are all resident, in one warp. Returns the number of missing experts; 0: the step is done.
-static __device__ int32_t quick_step(const tsg_dev_pool & pool, const tsg_dev_layer & layer, int32_t expert, int32_t * slot_ids) {
-    const int32_t  lane = threadIdx.x;
-    const int32_t  slot = expert != NONE ? pool.slot_of[layer.first + expert] : 0;
-    const uint32_t same = __match_any_sync(~0u, expert);  // by all lanes: a lane that does not take part would hang the others
-    const bool     lead = expert != NONE && __ffs(same) - 1 == lane;
-    const int32_t  n_miss = __popc(__ballot_sync(~0u, lead && slot == NONE));
-    if (n_miss || blockIdx.x != 0) {
-        return n_miss;
+// The usual step, one token of up to 32 experts, in one warp. `leaves` is the lane's slot in the list that tsg_commit left, `was` the expert in it. Returns
+// false if that list is too short: nothing was done.
+static __device__ bool quick_step(step & s, const tsg_dev_pool & pool, const tsg_dev_layer & layer, int32_t expert, int32_t leaves, int32_t was, int32_t * slot_ids) {
+    const int32_t  lane    = threadIdx.x;
+    int32_t        slot    = expert != NONE ? pool.slot_of[layer.first + expert] : 0;
+    const uint32_t same    = __match_any_sync(~0u, expert);  // by all lanes: a lane that does not take part would hang the others
+    const bool     lead    = expert != NONE && __ffs(same) - 1 == lane;
+    const uint32_t missing = __ballot_sync(~0u, lead && slot == NONE);
+    const int32_t  n_miss  = __popc(missing);
+    if (lane == 0) {
+        s.n_miss = n_miss;
+    }
+    if (n_miss == 0 && (!slot_ids || blockIdx.x != 0)) {
+        return true;
+    }
+    int32_t rank   = 0;  // among the distinct experts,
+    int32_t number = 0;  // among the missing
+    bool    wanted = false;
+    for (int32_t other = 0; other < 32; other++) {
+        const int32_t theirs = __shfl_sync(~0u, lead ? expert : NONE, other);
+        const bool    lower  = theirs != NONE && theirs < expert;
+        rank += lower;
+        number += lower && (missing >> other & 1);
+        wanted |= theirs != NONE && was == layer.first + theirs;
+    }
+    const uint32_t free = __ballot_sync(~0u, leaves != NONE && !wanted);
+    const int32_t  at   = __popc(free & ((1u << lane) - 1));
+    if (__popc(free) < n_miss) {
+        return false;
+    }
+    if ((free >> lane & 1) && at < n_miss) {
+        s.load[at].slot = leaves;
+    }
+    __syncwarp();
+    if (missing >> lane & 1) {
+        slot                  = s.load[number].slot;
+        s.load[number].expert = expert;
+    }
+    slot = __shfl_sync(~0u, slot, __ffs(same) - 1);
+    __syncwarp();
+    if (!slot_ids || blockIdx.x != 0) {
+        return true;
     }
     if (expert != NONE) {
         slot_ids[lane] = slot;
-    }
-    int32_t rank = 0;
-    for (int32_t other = 0; other < 32; other++) {
-        const int32_t theirs = __shfl_sync(~0u, lead ? expert : NONE, other);
-        rank += theirs != NONE && theirs < expert;
     }
     if (lead) {
         pool.state->expert[rank] = expert;
@@ -129,33 +96,13 @@ static __device__ int32_t quick_step(const tsg_dev_pool & pool, const tsg_dev_la
     const int32_t n_distinct = __popc(__ballot_sync(~0u, lead));
     if (lane == 0) {
         pool.state->n_distinct = n_distinct;
-        pool.state->n_loads    = 0;
     }
-    return 0;
+    return true;
 }
 
-// ids: the router's choice, [n_tokens] rows of n_used, `stride` apart; slot_ids: [n_tokens][n_used]. n_used * n_tokens <= TSG_STEP_THREADS. ps_per_byte points
-// to the picoseconds that a byte must take, 0 = as fast as it goes.
-extern "C" __global__ void __launch_bounds__(TSG_STEP_THREADS)
-    tsg_step(const __grid_constant__ tsg_dev_pool pool, const __grid_constant__ tsg_dev_layer layer, const int32_t * ids, int32_t stride, int32_t n_used,
-             int32_t n_tokens, int32_t * slot_ids, const uint64_t * ps_per_byte) {
-    __shared__ step s;
-    const int32_t i      = threadIdx.x;
-    const int32_t n      = n_used * n_tokens;
-    const int32_t expert = i < n ? ids[i / n_used * stride + i % n_used] : NONE;
-    if (n <= 32) {
-        if (i < 32) {
-            const int32_t n_miss = quick_step(pool, layer, expert, slot_ids);
-            if (i == 0) {
-                s.n_miss = n_miss;
-            }
-        }
-        __syncthreads();
-        if (s.n_miss == 0) {
-            return;
-        }
-        __syncthreads();
-    }
+// Any step, by the whole block.
+static __device__ void full_step(step & s, const tsg_dev_pool & pool, const tsg_dev_layer & layer, int32_t expert, int32_t * slot_ids) {
+    const int32_t i = threadIdx.x;
     lookup(s, pool, layer, expert);
     if (s.n_miss) {
         choose(s, pool, layer, (enum tsg_policy) pool.state->policy, pool.state->clock);
@@ -163,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(TSG_STEP_THREADS)
     if (i < s.n_miss) {
         s.load[i] = { s.expert[s.missing[i]], s.slot[s.missing[i]] };
     }
-    if (blockIdx.x == 0) {
+    if (slot_ids && blockIdx.x == 0) {
         if (expert != NONE) {
             slot_ids[i] = s.slot[rank_of(s, expert)];
         }
@@ -171,31 +118,79 @@ extern "C" __global__ void __launch_bounds__(TSG_STEP_THREADS)
             pool.state->expert[i] = s.expert[i];
             pool.state->slot[i]   = s.slot[i];
         }
-        if (i < s.n_miss) {
-            pool.state->load[i] = s.load[i];
-        }
         if (i == 0) {
             pool.state->n_distinct = s.n_distinct;
-            pool.state->n_loads    = s.n_miss;
         }
     }
     __syncthreads();
-    gather_at(s.n_miss ? *ps_per_byte : 0, s.load, s.n_miss, layer, 0, layer.n_early);
 }
 
-// What the layer's last matmul reads, while the first computes. The same grid as tsg_step.
-extern "C" __global__ void __launch_bounds__(TSG_STEP_THREADS)
-    tsg_rest(const __grid_constant__ tsg_dev_pool pool, const __grid_constant__ tsg_dev_layer layer, const uint64_t * ps_per_byte) {
-    const int32_t n_loads = pool.state->n_loads;
-    if (n_loads) {
-        gather_at(*ps_per_byte, pool.state->load, n_loads, layer, layer.n_early, layer.n_banks);
+// Every block decides the same from what nobody changes meanwhile. `slot_ids`: the first block writes down what was decided; NULL: none does.
+static __device__ void decide(step & s, const tsg_dev_pool & pool, const tsg_dev_layer & layer, const int32_t * ids, int32_t stride, int32_t n_used, int32_t n_tokens,
+                              int32_t * slot_ids) {
+    __shared__ bool done;
+    const int32_t i      = threadIdx.x;
+    const int32_t n      = n_used * n_tokens;
+    const int32_t expert = i < n ? ids[i / n_used * stride + i % n_used] : NONE;
+    if (i < 32) {
+        const int32_t leaves = i < pool.state->n_victims ? pool.state->victims[i] : NONE;
+        const int32_t was    = leaves != NONE ? pool.expert_in[leaves] : NONE;
+        const bool    quick  = n <= 32 && quick_step(s, pool, layer, expert, leaves, was, slot_ids);
+        if (i == 0) {
+            done = quick;
+        }
+    }
+    __syncthreads();
+    if (!done) {
+        full_step(s, pool, layer, expert, slot_ids);
     }
 }
 
-// Lists the next victims in order. A thread keeps the best few of its slots at hand; only one whose best are all taken looks again.
+// ids: the router's choice, [n_tokens] rows of n_used, `stride` apart; slot_ids: [n_tokens][n_used]. n_used * n_tokens <= TSG_STEP_THREADS. ps_per_byte points
+// to the picoseconds that a byte must take, 0 = as fast as it goes.
+extern "C" __global__ void __launch_bounds__(TSG_STEP_THREADS)
+    tsg_step(const __grid_constant__ tsg_dev_pool pool, const __grid_constant__ tsg_dev_layer layer, const int32_t * ids, int32_t stride, int32_t n_used,
+             int32_t n_tokens, const uint64_t * ps_per_byte, int32_t * slot_ids) {
+    __shared__ step s;
+    const uint64_t slow = *ps_per_byte;
+    decide(s, pool, layer, ids, stride, n_used, n_tokens, slot_ids);
+    gather(slow, s.load, s.n_miss, layer, 0, layer.n_early, [&] {
+        if (threadIdx.x == 0) {
+            atomicAdd(&pool.state->n_sent, 1);
+        }
+    });
+}
+
+#define PATIENCE_NS 50000000
+
+// What only the layer's last matmul reads. Its turn comes when the `n_blocks` of tsg_step have asked for theirs: so the link is never idle between the two.
+// Nothing hangs on it, so that the wait has an end: a debugger may run one kernel at a time.
+extern "C" __global__ void __launch_bounds__(TSG_STEP_THREADS)
+    tsg_rest(const __grid_constant__ tsg_dev_pool pool, const __grid_constant__ tsg_dev_layer layer, const int32_t * ids, int32_t stride, int32_t n_used,
+             int32_t n_tokens, const uint64_t * ps_per_byte, int32_t n_blocks) {
+    __shared__ step s;
+    const uint64_t slow = *ps_per_byte;
+    decide(s, pool, layer, ids, stride, n_used, n_tokens, NULL);
+    if (s.n_miss == 0) {
+        return;
+    }
+    if (threadIdx.x == 0 && layer.n_early) {
+        const uint64_t start = nanoseconds();
+        while (*(volatile int32_t *) &pool.state->n_sent < n_blocks && nanoseconds() - start < PATIENCE_NS) {
+        }
+    }
+    __syncthreads();
+    gather(slow, s.load, s.n_miss, layer, layer.n_early, layer.n_banks, [] {});
+}
+
+#define KEPT 3
+
+// Lists the next victims in order: every warp those of its slots, then one warp the first of these. A thread keeps the best few of its slots at hand; only one
+// whose best are all taken looks again.
 static __device__ int32_t rank_victims(const tsg_dev_pool & pool, enum tsg_policy policy, uint64_t now) {
-    const int32_t KEPT = 3;
+    __shared__ victim best[TSG_COMMIT_THREADS / 32][TSG_VICTIMS];
     const victim  none = { 0, 0, NONE, 0 };
+    const int32_t lane = threadIdx.x % 32;
     victim        kept[KEPT] = { none, none, none };
     for (int32_t slot = threadIdx.x; slot < pool.n_slots; slot += blockDim.x) {
         victim v = candidate(pool, slot, policy, now);
@@ -210,24 +205,37 @@ static __device__ int32_t rank_victims(const tsg_dev_pool & pool, enum tsg_polic
     }
     int32_t left = KEPT;
     for (int32_t found = 0; found < TSG_VICTIMS; found++) {
-        const victim best = block_min(kept[0]);
-        if (best.slot == NONE) {
-            return found;
+        const victim first = shuffle_min(kept[0]);
+        if (lane == 0) {
+            best[threadIdx.x / 32][found] = first;
         }
-        if (threadIdx.x == 0) {
-            pool.state->victims[found] = best.slot;
-        }
-        if (kept[0].slot == best.slot) {
+        if (first.slot != NONE && kept[0].slot == first.slot) {
             kept[0] = kept[1];
             kept[1] = kept[2];
             kept[2] = none;
             if (--left == 0) {
-                kept[0] = next_victim(NULL, pool, NULL, policy, now, best);
+                kept[0] = next_victim(NULL, pool, NULL, policy, now, first);
                 left    = 1;  // from here on every loss means another look
             }
         }
     }
-    return TSG_VICTIMS;
+    __syncthreads();
+    int32_t found = 0;
+    if (threadIdx.x < 32) {
+        int32_t at = 0;
+        for (; found < TSG_VICTIMS; found++) {
+            const victim mine  = at < TSG_VICTIMS ? best[lane][at] : none;
+            const victim first = shuffle_min(mine);
+            if (first.slot == NONE) {
+                break;
+            }
+            at += mine.slot == first.slot;
+            if (lane == 0) {
+                pool.state->victims[found] = first.slot;
+            }
+        }
+    }
+    return found;
 }
 
 // The new state after a step, and the victims of the next. One block. `publish`: the last step of a graph shows the counters to the host.
@@ -272,7 +280,8 @@ extern "C" __global__ void __launch_bounds__(TSG_COMMIT_THREADS)
     }
     __syncthreads();
     if (r == 0) {
-        state->clock = now;
+        state->n_sent = 0;
+        state->clock  = now;
         state->n_used += n_used;
         state->n_protected += n_protected;
         tsg_dev_counts c = state->counts;
@@ -305,10 +314,18 @@ extern "C" __global__ void __launch_bounds__(TSG_STEP_THREADS) tsg_stage(const _
     if (slot == NONE) {
         return;
     }
-    for (int32_t b = 0; b < stage.n_banks; b++) {
-        const uint64_t size = stage.bytes[b];
-        copy_bytes(stage.stage[b] + blockIdx.y * size, stage.slots[b] + slot * size, size, blockIdx.x, gridDim.x);
-    }
+    int32_t  b  = 0;
+    uint64_t at = blockIdx.x;
+    copy_chunks([&](chunk & c) {
+        for (; b < stage.n_banks; b++, at = blockIdx.x) {
+            const uint64_t size = stage.bytes[b];
+            if (cut(c, stage.stage[b] + blockIdx.y * size, stage.slots[b] + slot * size, size, at)) {
+                at += gridDim.x;
+                return true;
+            }
+        }
+        return false;
+    }, [] {});
 }
 
 // Slows down copies by DMA: tsg_mark before them, tsg_delay after them on the same stream.

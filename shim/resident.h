@@ -51,12 +51,12 @@ struct tsg_dev_state {
     int32_t               victims[TSG_VICTIMS];   // slots that the next step would evict, in order
     struct tsg_dev_counts counts;
 
-    // what tsg_step decided, for tsg_rest and tsg_commit
-    int32_t             n_distinct;
-    int32_t             n_loads;
-    int32_t             expert[TSG_STEP_THREADS];  // of the layer, ascending
-    int32_t             slot[TSG_STEP_THREADS];
-    struct tsg_dev_load load[TSG_STEP_THREADS];
+    int32_t n_sent;  // blocks of tsg_step that have asked for all they copy
+
+    // what tsg_step decided, for tsg_commit
+    int32_t n_distinct;
+    int32_t expert[TSG_STEP_THREADS];  // of the layer, ascending
+    int32_t slot[TSG_STEP_THREADS];
 };
 
 // Addresses and sizes, fixed for the life of the pool: kernels get it by value, so that they find everything without a load.

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 SHIM = Path(__file__).parent.parent / "shim"
-SOURCES = ("resident.cu", "victims.cuh", "resident.h", "policy.h")  # as in scripts/make-ptx
+SOURCES = ("resident.cu", "copy.cuh", "victims.cuh", "resident.h", "policy.h")  # as in scripts/make-ptx
 PTX = (SHIM / "resident.ptx").read_text("ascii")
 
 
