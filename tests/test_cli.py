@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import os
 import signal
@@ -24,7 +23,6 @@ from tinyserve_gguf._llama import Sampling
 from tinyserve_gguf.cli import COMMANDS, main
 from tinyserve_gguf.cli.chat import chat as chat_command
 from tinyserve_gguf.cli.options import SAMPLING
-from tinyserve_gguf.cli.report import StatsFile
 
 conversations: list[FakeConversation] = []
 
@@ -209,25 +207,6 @@ def test_stats_json_is_refused_before_the_load(loaded: list[FakeModel], tmp_path
     assert not loaded
     assert names(tmp_path) == []
     assert Path("/dev/null").is_char_device()
-
-
-def test_stats_file_follows_a_link_and_keeps_the_old_one_on_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "real").write_text("old")
-    (tmp_path / "link").symlink_to("real")
-    file = StatsFile(tmp_path / "link")
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", full)
-        with pytest.raises(errors.OptionError, match="No space left"):
-            file.write({})
-    assert (tmp_path / "real").read_text() == "old"
-    file.write({"a": 1})
-    assert json.loads((tmp_path / "real").read_text()) == {"a": 1}
-    assert (tmp_path / "link").is_symlink()
-    assert names(tmp_path) == ["link", "real"]
 
 
 # ---- the error boundary
