@@ -15,7 +15,7 @@ import pytest
 from processes import cli, environment, refused
 
 from tinyserve_gguf import Sampling, load
-from tinyserve_gguf._shim import POLICIES
+from tinyserve_gguf.choices import POLICIES
 
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."

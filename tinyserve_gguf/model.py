@@ -10,6 +10,7 @@ from types import TracebackType
 from tinyserve_gguf import _llama, _shim
 from tinyserve_gguf._llama import ContextOptions, NativeModel, Offload, Sampling
 from tinyserve_gguf._shim import Device, Pager, Part
+from tinyserve_gguf.choices import ENGINES, POLICIES
 from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, OptionError
 from tinyserve_gguf.experts import Experts
 from tinyserve_gguf.facts import ExpertLayer, ModelFacts, PartFacts, TensorFacts, read_facts
@@ -88,8 +89,8 @@ def load(
 
     Raises ModelFileError, OptionError or CapacityError, one line each, before anything is left behind.
     """
-    _check_choice("policy", policy, _shim.POLICIES)
-    _check_choice("engine", engine, _shim.ENGINES)
+    _check_choice("policy", policy, POLICIES)
+    _check_choice("engine", engine, ENGINES)
     if link_gbps is not None and link_gbps <= 0:
         raise OptionError(f"the link is above 0 GB/s, not {link_gbps}")
     for name, value, least in (("-c", n_ctx, 0), ("-b", 1 if n_ubatch is None else n_ubatch, 1), ("-t", 1 if n_threads is None else n_threads, 1)):
@@ -277,7 +278,7 @@ class Model:
 
     def set_policy(self, policy: str) -> None:
         """Change the eviction policy; residency stays."""
-        _check_choice("policy", policy, _shim.POLICIES)
+        _check_choice("policy", policy, POLICIES)
         self.policy = policy
         if self._pager:
             self._pager.set_policy(policy)
