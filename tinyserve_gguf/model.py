@@ -146,6 +146,7 @@ class Model:
         self._native: NativeModel | None = None
         self._sessions: set[Session] = set()  # open ones
         self._own: Session | None = None  # that of generate()
+        self._formatter: Callable[[list[dict[str, str]]], str] | None = None
         try:
             self._open(engine, link_gbps, progress)
         except BaseException:
@@ -218,7 +219,7 @@ class Model:
         """Free contexts, weights and slots. Sessions and expert handles of this model are dead afterwards."""
         for session in list(self._sessions):
             session.close()
-        self._own = None
+        self._own = self._formatter = None
         if self._native:
             self._native.close()
             self._native = None
@@ -305,14 +306,19 @@ class Model:
     def render(self, messages: Sequence[dict[str, str]]) -> str:
         """Prompt text of `messages` by the chat template, up to where the assistant begins. ModelFileError without a template, OptionError where the
         template refuses: a role it does not know, an order it does not take."""
-        template = self.chat_template
-        if template is None:
-            raise ModelFileError(f"{self.facts.path} has no chat template: it is a base model, use Model.generate")
-        formatter = _llama.chat_formatter(template, bos=self.native.bos_text(), eos=self.native.eos_text())
+        formatter = self._formatter or self._compile_template()
         try:
             return formatter(list(messages))
         except ValueError as error:
             raise OptionError(f"the chat template refuses these messages: {error}") from error
+
+    def _compile_template(self) -> Callable[[list[dict[str, str]]], str]:
+        """For `render`, once a model: templates of 9 kB, as tool callers have them, took 150 ms to compile and 0.05 ms to render."""
+        template = self.chat_template
+        if template is None:
+            raise ModelFileError(f"{self.facts.path} has no chat template: it is a base model, use Model.generate")
+        self._formatter = formatter = _llama.chat_formatter(template, bos=self.native.bos_text(), eos=self.native.eos_text())
+        return formatter
 
     def prompt_tokens(self, text: str) -> list[int]:
         """Tokens of what `render` gave: markers are tokens, and a template that writes the BOS itself gets no second one."""
