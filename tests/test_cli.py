@@ -16,7 +16,7 @@ import click
 import pytest
 from cli_fakes import FakeConversation, FakeModel, fake_modules
 from click.testing import CliRunner, Result
-from processes import error_line
+from processes import environment, error_line
 
 from tinyserve_gguf import errors
 from tinyserve_gguf._llama import Sampling
@@ -278,10 +278,8 @@ def test_interrupt_during_the_load_abandons_it(monkeypatch: pytest.MonkeyPatch) 
 
 
 def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    root = str(Path(__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, **options}
-    return subprocess.run([sys.executable, *arguments], stderr=subprocess.PIPE, text=True, timeout=60, env=environment, check=False, **options)
+    return subprocess.run([sys.executable, *arguments], stderr=subprocess.PIPE, text=True, timeout=60, env=environment(), check=False, **options)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
