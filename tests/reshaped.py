@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 from gguf import GGUFReader, GGUFWriter, ReaderTensor
+from synthetic import finish
 
 from tinyserve_gguf.demo import copy_metadata
 
@@ -43,8 +44,5 @@ def _write(moe: Path, path: Path, parts: Callable[[str, ReaderTensor], Named], s
             continue  # a dense model has no router
         for name, data in parts(tensor.name, tensor) if "_exps" in tensor.name else ((tensor.name, tensor.data),):
             writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=gguf.GGMLQuantizationType(tensor.tensor_type))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path

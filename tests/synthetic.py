@@ -20,7 +20,7 @@ from synthetic_archs import MODELS, Description, Tensor, metadata, tensors
 from tinyserve_gguf import _llama
 from tinyserve_gguf.demo import copy_metadata
 
-__all__ = ["IQ_TYPES", "MODELS", "TYPES", "Description", "build", "describe", "split", "typed"]
+__all__ = ["IQ_TYPES", "MODELS", "TYPES", "Description", "build", "describe", "finish", "split", "typed"]
 
 FREQUENT = "etaoinshrdlcumwfgypbvkxjqz"
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -63,7 +63,7 @@ def build(name: str, path: Path, **changes: object) -> Path:
     _add_tokenizer(writer, description.vocab)
     for tensor in tensors(description):
         writer.add_tensor(tensor.name, _encode(_numbers(tensor, description), tensor.type), raw_dtype=GGMLQuantizationType[tensor.type])
-    _write(writer)
+    finish(writer)
     return path
 
 
@@ -84,12 +84,13 @@ def split(path: Path, n_shards: int) -> list[Path]:
         writer.add_int32("split.tensors.count", len(reader.tensors))
         for tensor in reader.tensors[number::n_shards]:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        _write(writer)
+        finish(writer)
         shards.append(shard)
     return shards
 
 
-def _write(writer: GGUFWriter) -> None:
+def finish(writer: GGUFWriter) -> None:
+    """Write what was added, and close the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 Types = str | tuple[str, ...]  # one type for every block, or a cycle over the blocks
 Metadata = dict[str, int | float | bool | list[int]]  # keys without the "ARCH." prefix
 KV_RANK = 512  # of MLA: the only one that ggml-cuda's flash attention knows
-MTP_KEYS = ("eh_proj", "enorm", "hnorm", "shared_head_norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,23 +108,27 @@ def attention(d: Description, b: int, *, qk_norm: bool = False, biases: bool = F
         yield norm(f"{p}k_norm", d.head_dim)
 
 
+def mtp(d: Description, b: int) -> Iterator[Tensor]:
+    """What a block for multi-token prediction has more than others; nothing for those."""
+    if b >= d.layers:
+        yield Tensor(f"blk.{b}.nextn.eh_proj.weight", (2 * d.embd, d.embd))
+        for key in ("enorm", "hnorm", "shared_head_norm"):
+            yield norm(f"blk.{b}.nextn.{key}", d.embd)
+
+
 # ---- architectures: tensors of one block ----------------------------------------------------------------------------------------------------
 
 
+def llama(d: Description, b: int, *, qk_norm: bool = False) -> Iterator[Tensor]:
+    yield norm(f"blk.{b}.attn_norm", d.embd)
+    yield from attention(d, b, qk_norm=qk_norm)
+    yield norm(f"blk.{b}.ffn_norm", d.embd)
+    yield router(d, b)
+    yield from experts(d, b)
+
+
 def qwen3moe(d: Description, b: int) -> Iterator[Tensor]:
-    yield norm(f"blk.{b}.attn_norm", d.embd)
-    yield from attention(d, b, qk_norm=True)
-    yield norm(f"blk.{b}.ffn_norm", d.embd)
-    yield router(d, b)
-    yield from experts(d, b)
-
-
-def llama(d: Description, b: int) -> Iterator[Tensor]:
-    yield norm(f"blk.{b}.attn_norm", d.embd)
-    yield from attention(d, b)
-    yield norm(f"blk.{b}.ffn_norm", d.embd)
-    yield router(d, b)
-    yield from experts(d, b)
+    yield from llama(d, b, qk_norm=True)
 
 
 def grovemoe(d: Description, b: int) -> Iterator[Tensor]:
@@ -164,9 +167,7 @@ def deepseek2(d: Description, b: int) -> Iterator[Tensor]:
     yield bias(f"{p}exp_probs_b", d.experts)
     yield from experts(d, b)
     yield from ffn(d, b, "_shexp")
-    if b >= d.layers:
-        for key in MTP_KEYS:
-            yield Tensor(f"{p}nextn.eh_proj.weight", (2 * d.embd, d.embd)) if key == "eh_proj" else norm(f"{p}nextn.{key}", d.embd)
+    yield from mtp(d, b)
 
 
 def gemma4(d: Description, b: int) -> Iterator[Tensor]:
@@ -226,9 +227,7 @@ def qwen35moe(d: Description, b: int) -> Iterator[Tensor]:
     yield from experts(d, b)
     yield Tensor(f"{p}ffn_gate_inp_shexp.weight", (d.embd,), std=d.embd**-0.5)
     yield from ffn(d, b, "_shexp")
-    if b >= d.layers:
-        for key in MTP_KEYS:
-            yield Tensor(f"{p}nextn.eh_proj.weight", (2 * d.embd, d.embd)) if key == "eh_proj" else norm(f"{p}nextn.{key}", d.embd)
+    yield from mtp(d, b)
 
 
 SSM_STATE = 128  # ggml-cuda's scan knows 128 and 256

@@ -15,11 +15,23 @@ from processes import cli
 from processes import refused as refused_call
 
 import tinyserve_gguf
-from tinyserve_gguf import AbiMismatchError, _llama, _shim
+from tinyserve_gguf import AbiMismatchError, _llama, _shim, choices
 
 PACKAGE = Path(tinyserve_gguf.__file__).parent
 LLAMA_CPP = Path(llama_cpp.__file__).parent
 SOURCES = Path(__file__).parent.parent / "shim"
+
+
+@pytest.mark.parametrize(
+    ("enum", "prefix", "names"),
+    [
+        ("tsg_policy", "TSG_POLICY_", choices.POLICIES),
+        ("tsg_engine_kind", "TSG_ENGINE_", choices.ENGINES),
+        ("tsg_host_rung", "TSG_HOST_", _shim.HOST_RUNGS),
+    ],
+)
+def test_names_are_those_of_the_enums_in_their_order(enum: str, prefix: str, names: tuple[str, ...]) -> None:
+    assert _shim._ffi.typeof(f"enum {enum}").elements == {i: prefix + name.upper() for i, name in enumerate(names)}
 
 
 @pytest.fixture

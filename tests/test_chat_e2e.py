@@ -15,7 +15,7 @@ import pytest
 from processes import cli, environment, refused
 
 from tinyserve_gguf import Sampling, load
-from tinyserve_gguf._shim import POLICIES
+from tinyserve_gguf.choices import POLICIES
 
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
@@ -90,7 +90,7 @@ def test_prompt_that_does_not_fit(demo_model: Path, tmp_path: Path) -> None:
 
 
 def test_unwritable_stats(demo_model: Path, tmp_path: Path) -> None:
-    assert "--stats-json none/s.json: cannot be written" in refused(
+    assert "cannot write none/s.json (--stats-json): No such file or directory" in refused(
         cli("chat", demo_model, "-p", QUESTION, "--stats-json", "none/s.json", cwd=tmp_path)
     )
 

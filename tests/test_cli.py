@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import os
 import signal
@@ -17,14 +16,13 @@ import click
 import pytest
 from cli_fakes import FakeConversation, FakeModel, fake_modules
 from click.testing import CliRunner, Result
-from processes import error_line
+from processes import environment, error_line
 
 from tinyserve_gguf import errors
 from tinyserve_gguf._llama import Sampling
 from tinyserve_gguf.cli import COMMANDS, main
 from tinyserve_gguf.cli.chat import chat as chat_command
 from tinyserve_gguf.cli.options import SAMPLING
-from tinyserve_gguf.cli.report import StatsFile
 
 conversations: list[FakeConversation] = []
 
@@ -211,25 +209,6 @@ def test_stats_json_is_refused_before_the_load(loaded: list[FakeModel], tmp_path
     assert Path("/dev/null").is_char_device()
 
 
-def test_stats_file_follows_a_link_and_keeps_the_old_one_on_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "real").write_text("old")
-    (tmp_path / "link").symlink_to("real")
-    file = StatsFile(tmp_path / "link")
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", full)
-        with pytest.raises(errors.OptionError, match="No space left"):
-            file.write({})
-    assert (tmp_path / "real").read_text() == "old"
-    file.write({"a": 1})
-    assert json.loads((tmp_path / "real").read_text()) == {"a": 1}
-    assert (tmp_path / "link").is_symlink()
-    assert names(tmp_path) == ["link", "real"]
-
-
 # ---- the error boundary
 
 
@@ -299,21 +278,24 @@ def test_interrupt_during_the_load_abandons_it(monkeypatch: pytest.MonkeyPatch) 
 
 
 def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    root = str(Path(__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, **options}
-    return subprocess.run([sys.executable, *arguments], stderr=subprocess.PIPE, text=True, timeout=60, env=environment, check=False, **options)
+    return subprocess.run([sys.executable, *arguments], stderr=subprocess.PIPE, text=True, timeout=60, env=environment(), check=False, **options)
 
 
-def test_commands_import_what_is_heavy_when_they_run() -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_loads_no_library(command: str) -> None:
     code = """if True:
         import sys
-        import tinyserve_gguf
-        before = set(sys.modules)
-        import tinyserve_gguf.cli.chat
-        print(*{"llama_cpp", "numpy", "gguf", "rich", "jinja2", "readline"} & (set(sys.modules) - before))
+        from tinyserve_gguf.cli import main
+        try:
+            main(sys.argv[1:])
+        except SystemExit as error:
+            assert error.code == 0
+        print(*{"llama_cpp", "cffi", "numpy", "gguf", "rich", "jinja2", "readline", "tinyserve_gguf._shim"} & set(sys.modules), file=sys.stderr)
     """
-    assert process("-c", code).stdout == "\n"
+    done = process("-c", code, command, "--help")
+    assert done.stdout.startswith("Usage: ")
+    assert set(done.stderr.split()) <= ({"rich"} if command in ("info", "demo") else set())  # which print with it; no native code
 
 
 def test_help_and_version() -> None:

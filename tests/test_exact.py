@@ -15,7 +15,7 @@ from synthetic import MODELS, TYPES, split, typed
 
 from tinyserve_gguf import Model, load, read_facts
 from tinyserve_gguf._llama import NativeModel
-from tinyserve_gguf._shim import POLICIES
+from tinyserve_gguf.choices import POLICIES
 from tinyserve_gguf.plan import minimum
 
 ModelFile = Callable[..., Path]

@@ -15,8 +15,8 @@ MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(
 
 # A module may import those of its own line and of the lines above it. `cli` stands for everything in that folder.
 LAYERS = (
-    ("errors",),
-    ("_llama", "_ggufio", "demo"),
+    ("errors", "choices"),
+    ("_llama", "_ggufio", "demo", "outfile"),
     ("facts", "channels"),
     ("plan",),
     ("_shim",),

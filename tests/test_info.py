@@ -9,9 +9,10 @@ import pytest
 from click.testing import CliRunner, Result
 from gguf_files import EMBED, FF, Tensor, experts, fused, keys, rest, write_gguf, write_shards
 
-from tinyserve_gguf.cli.info import info, placement_lines, ranges, size
+from tinyserve_gguf.cli.info import info, placement_lines, ranges
 from tinyserve_gguf.errors import ModelFileError
 from tinyserve_gguf.facts import read_facts
+from tinyserve_gguf.plan import size
 
 
 def run(*arguments: str | Path) -> Result:
@@ -141,13 +142,6 @@ def test_bad_file_is_the_callers_one_error(tmp_path: Path, options: tuple[str, .
     result = run(tmp_path / "no.gguf", *options)
     assert isinstance(result.exception, ModelFileError)
     assert result.stdout == ""
-
-
-@pytest.mark.parametrize(
-    ("n_bytes", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (13_842_432, "13.2 MiB"), (5 << 50, "5120.0 TiB")]
-)
-def test_size(n_bytes: int, text: str) -> None:
-    assert size(n_bytes) == text
 
 
 @pytest.mark.parametrize(("numbers", "text"), [([], ""), ([3], "3"), ([2, 0, 1, 5], "0-2, 5")])

@@ -9,7 +9,7 @@ import synthetic
 
 from tinyserve_gguf.errors import CapacityError, OptionError
 from tinyserve_gguf.facts import ModelFacts, read_facts
-from tinyserve_gguf.plan import GIB, MIB, CacheSpec, DeviceFacts, Plan, compute_bytes, context_bytes, kv_bytes_per_token, make_plan, pick_ubatch
+from tinyserve_gguf.plan import GIB, MIB, CacheSpec, DeviceFacts, Plan, compute_bytes, context_bytes, kv_bytes_per_token, make_plan, pick_ubatch, size
 
 GPU = DeviceFacts("CUDA0", 8 * GIB, is_cpu=False)
 CPU = DeviceFacts("CPU", 8 * GIB, is_cpu=True)
@@ -40,6 +40,22 @@ def plan(facts: ModelFacts, cache: str, device: DeviceFacts = GPU) -> Plan:
 def test_sizes_are_read(text: str, kind: str, value: float) -> None:
     spec = CacheSpec.parse(text)
     assert (spec.kind, spec.value) == (kind, value)
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KiB"),
+        (13_842_432, "13.2 MiB"),
+        (MIB - 1, "1.0 MiB"),
+        (13_368_080_000, "12.45 GiB"),
+        (5 << 50, "5120.00 TiB"),
+    ],
+)
+def test_sizes_are_written(n_bytes: int, text: str) -> None:
+    assert size(n_bytes) == text
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "0%", "101%", "some", "6TiB", "0GiB", "%", "1e3", "25 %%"])
@@ -75,7 +91,7 @@ def test_two_stages_on_a_gpu_one_on_the_cpu(facts: ModelFacts) -> None:
 def test_what_does_not_fit_is_refused_with_the_arithmetic(facts: ModelFacts) -> None:
     with pytest.raises(CapacityError, match=r"an expert cache needs .* at least .* and there is room for .* on CUDA0"):
         plan(facts, "1KiB")
-    with pytest.raises(CapacityError, match=r"there is room for 0\.0 MiB"):
+    with pytest.raises(CapacityError, match="there is room for 0 bytes"):
         plan(facts, "auto", replace(GPU, free=600 * MIB))
     with pytest.raises(OptionError, match=r"one token needs \d+ experts at once"):
         plan(facts, "1")

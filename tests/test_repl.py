@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from cli_fakes import FakeConversation
+from processes import environment
 
 from tinyserve_gguf.cli.interrupt import Interrupt
 from tinyserve_gguf.cli.lines import KEPT, LineDropped, TerminalReader, history_file, pipe_reader
@@ -371,9 +372,6 @@ class Pty:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background may hand SIGINT down as ignored
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-        root = Path(__file__).parent.parent
-        environment = {**os.environ, "XDG_STATE_HOME": str(home), "TERM": "dumb"}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("cli_fakes.py"))],
             stdin=terminal,
@@ -381,7 +379,7 @@ class Pty:
             stderr=terminal,
             start_new_session=True,
             preexec_fn=take_terminal,
-            env=environment,
+            env=environment(XDG_STATE_HOME=str(home), TERM="dumb"),
         )
         os.close(terminal)
         self.seen = ""

@@ -477,6 +477,27 @@ def test_new_system_prompt(model: Model) -> None:
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
 
 
+def test_the_template_is_compiled_once_a_model(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def counted(template: str, **options: str) -> Callable[[list[dict[str, str]]], str]:
+        compiled.append(template)
+        return compile_(template, **options)
+
+    compile_ = _llama.chat_formatter
+    monkeypatch.setattr(_llama, "chat_formatter", counted)
+    messages = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "second"}]
+    texts = [model.render(messages[:n]) for n in (1, 3)]
+    assert compiled == [model.chat_template]
+    bos, eos = model.native.bos_text(), model.native.eos_text()
+    assert texts == [compile_(compiled[0], bos=bos, eos=eos)(messages[:n]) for n in (1, 3)]
+    with opened(model.facts.path) as other:
+        assert other.render(messages) == texts[1]
+    assert len(compiled) == 2
+    with pytest.raises(OptionError, match="closed"):
+        other.render(messages)
+
+
 def test_save(model: Model, tmp_path: Path) -> None:
     conversation = Conversation(model, "Sé breve. 猫")
     "".join(conversation.reply("first", 6, GREEDY))

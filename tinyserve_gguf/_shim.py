@@ -17,11 +17,10 @@ from typing import Any
 import cffi
 
 from tinyserve_gguf import _llama
+from tinyserve_gguf.choices import ENGINES, POLICIES
 from tinyserve_gguf.errors import AbiMismatchError, CapacityError, EngineError, ModelFileError, OptionError, TinyserveError
 
-ENGINES = ("auto", "host", "device")  # in the order of enum tsg_engine_kind
 HOST_RUNGS = ("none", "mapped", "pinned", "pageable")  # in the order of enum tsg_host_rung
-POLICIES = ("lfru", "lru", "slru", "lfu", "fifo")  # in the order of enum tsg_policy
 _REPAIR = "run: pip install --force-reinstall --no-cache-dir tinyserve-gguf"
 
 

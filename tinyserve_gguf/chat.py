@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Generator, Iterator
-from pathlib import Path
 
 from tinyserve_gguf._llama import Sampling
 from tinyserve_gguf.channels import Channels
-from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.model import Model
+from tinyserve_gguf.outfile import OutputFile
 from tinyserve_gguf.stats import ReplyStats
 
 Message = dict[str, str]
@@ -91,14 +90,8 @@ class Conversation:
         return text, self._model.prompt_tokens(text)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the messages as JSON. OptionError if that file cannot be written."""
-        part = Path(f"{os.fspath(path)}.part")
-        try:
-            part.write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-            part.replace(path)
-        except OSError as error:
-            part.unlink(missing_ok=True)
-            raise OptionError(f"cannot write {path}: {error.strerror}") from error
+        """Write the messages as JSON, in place of a file of that name at once. OptionError if it cannot be written."""
+        OutputFile(path).write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n")
 
     def close(self) -> None:
         self._session.close()

@@ -12,9 +12,12 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tinyserve_gguf._ggufio import Header, read_shards
 from tinyserve_gguf.errors import ModelFileError
+
+if TYPE_CHECKING:
+    from tinyserve_gguf._ggufio import Header
 
 MAX_BLOCKS = 512  # LLAMA_MAX_LAYERS
 MAX_EXPERTS = 1024  # LLAMA_MAX_EXPERTS
@@ -189,6 +192,8 @@ def read_facts(path: str | os.PathLike[str]) -> ModelFacts:
 
     Raises ModelFileError, one line that names the file, when it is missing, damaged, or of a kind that cannot be paged.
     """
+    from tinyserve_gguf._ggufio import read_shards  # loads llama.cpp
+
     headers = read_shards(Path(path))
     keys = _Keys(headers[0])
     tensors = tuple(

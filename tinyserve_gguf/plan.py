@@ -114,9 +114,14 @@ class Plan:
         ]
 
 
-def size(n_bytes: float) -> str:
-    """Bytes for people."""
-    return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB else f"{n_bytes / MIB:.1f} MiB"
+def size(n_bytes: int) -> str:
+    """Bytes for people: "204.8 KiB", "13.2 MiB", "12.45 GiB"."""
+    value, units = float(n_bytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while round(value, 1) >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    digits = {"bytes": 0, "KiB": 1, "MiB": 1}.get(units[0], 2)
+    return f"{value:.{digits}f} {units[0]}"
 
 
 def stage_bytes(group: LayoutGroup) -> int:

@@ -6,6 +6,7 @@ from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from tinyserve_gguf._shim import Counts, PagerStats
+from tinyserve_gguf.plan import size
 
 
 def hit_rate(*counts: Counts) -> float | None:
@@ -46,8 +47,8 @@ class Stats:
         if pager is None:
             return [f"dense model on {self.device}: nothing is paged"]
         lines = [
-            f"{pager.slots_used} of {pager.slots_total} slots in use on {self.device}, {pager.pool_bytes / 2**20:.0f} MiB; policy {self.policy}; "
-            f"{pager.host_bytes / 2**20:.0f} MiB of experts",
+            f"{pager.slots_used} of {pager.slots_total} slots in use on {self.device}, {size(pager.pool_bytes)}; policy {self.policy}; "
+            f"{size(pager.host_bytes)} of experts",
             f"host pool: {pager.host}",
         ]
         for name, c in (("prefill", pager.prefill), ("decode", pager.decode)):

@@ -197,12 +197,17 @@ static void no_weight_is_cut(void) {
     close_clean(&rig);
 }
 
-static void registering_fails_at_any_byte(void) {
-    fake.pinned_limit = SIZE_MAX;
-    fake.register_limit = 0;
+static size_t bytes_in_all(void) {
     struct rig   whole = offered(&small, 10000);
     const size_t total = expert_bytes(&whole, false);
     close_clean(&whole);
+    return total;
+}
+
+static void registering_fails_at_any_byte(void) {
+    fake.pinned_limit = SIZE_MAX;
+    fake.register_limit = 0;
+    const size_t total = bytes_in_all();
     for (size_t limit = 0; limit < total; limit += total / 7) {
         fake.register_limit  = limit;
         fake.most_registered = 0;
@@ -221,9 +226,7 @@ static void registering_fails_at_any_byte(void) {
 static void copies_fail_at_any_byte(void) {
     fake.register_limit = 0;
     fake.pinned_limit   = 0;
-    struct rig   whole = offered(&small, 10000);
-    const size_t total = expert_bytes(&whole, false);
-    close_clean(&whole);
+    const size_t total = bytes_in_all();
     for (size_t limit = 0; limit < total; limit += total / 7) {
         fake.pinned_limit = limit;
         struct rig rig    = offered(&small, 10000);

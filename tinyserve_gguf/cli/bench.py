@@ -9,11 +9,12 @@ from typing import Any
 
 import click
 
+from tinyserve_gguf.choices import POLICIES
 from tinyserve_gguf.cli.interrupt import Interrupt
 from tinyserve_gguf.cli.lines import decoded
-from tinyserve_gguf.cli.options import INT32_MAX, POLICIES, ExpertCache, FiniteRange, device_option, engine_option, threads_option, ubatch_option
-from tinyserve_gguf.cli.report import OutputFile
+from tinyserve_gguf.cli.options import INT32_MAX, ExpertCache, FiniteRange, device_option, engine_option, threads_option, ubatch_option
 from tinyserve_gguf.errors import OptionError
+from tinyserve_gguf.outfile import OutputFile
 
 EPILOG = """\b
 Examples:

@@ -16,8 +16,9 @@ from tinyserve_gguf.cli.interrupt import Interrupt
 from tinyserve_gguf.cli.lines import TerminalReader, decoded, pipe_reader, utf8
 from tinyserve_gguf.cli.options import placement_options, predict_option, sampling_options, take_sampling
 from tinyserve_gguf.cli.repl import CONTROL, Repl
-from tinyserve_gguf.cli.report import StatsFile, content
+from tinyserve_gguf.cli.report import as_json
 from tinyserve_gguf.errors import EXIT_BAD_INPUT, OptionError, TinyserveError
+from tinyserve_gguf.outfile import OutputFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +55,7 @@ def chat(model: str, prompt: str | None, system: str | None, n_predict: int, sta
         prompt = read_prompt(prompt)
     if system is not None:
         utf8(system, "--system")
-    stats_file = StatsFile(stats_json) if stats_json else None
+    stats_file = OutputFile(stats_json, "--stats-json") if stats_json else None
     interactive = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     read = no_lines if prompt else TerminalReader() if interactive else pipe_reader(standard_input())
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -78,7 +79,7 @@ def chat(model: str, prompt: str | None, system: str | None, n_predict: int, sta
         )
         finished = repl.answer(prompt) if prompt else repl.run()
         if stats_file:
-            stats_file.write(content(model, repl.turns, loaded.stats()))
+            stats_file.write_text(as_json(model, repl.turns, loaded.stats()))
     if not finished:
         raise KeyboardInterrupt
 

@@ -6,8 +6,6 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from tinyserve_gguf.demo import build_demo
-
 
 @click.command()
 def demo() -> None:
@@ -22,6 +20,8 @@ def demo() -> None:
     Example:
       python -m tinyserve_gguf chat "$(python -m tinyserve_gguf demo)"
     """
+    from tinyserve_gguf.demo import build_demo
+
     columns = (TextColumn("building the demo model"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         tasks: list[TaskID] = []  # made when building starts: no bar for a model that is there

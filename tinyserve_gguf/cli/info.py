@@ -12,6 +12,7 @@ from rich.table import Table
 
 from tinyserve_gguf.errors import TinyserveError
 from tinyserve_gguf.facts import ExpertLayer, LayoutGroup, ModelFacts, PartFacts, read_facts
+from tinyserve_gguf.plan import size
 
 PLAIN_WIDTH = 160  # columns, where the output is no terminal
 
@@ -215,15 +216,6 @@ def _table(console: Console, title: str) -> Table:
     return Table(
         title=f"\n{title}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD if console.is_terminal else None, padding=(0, 2, 0, 0)
     )
-
-
-def size(n_bytes: int) -> str:
-    """ "13.2 MiB"."""
-    value, units = float(n_bytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{n_bytes} bytes" if units[0] == "bytes" else f"{value:.1f} {units[0]}"
 
 
 def ranges(numbers: Iterable[int]) -> str:

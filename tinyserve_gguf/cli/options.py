@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from tinyserve_gguf.choices import ENGINES, POLICIES
 from tinyserve_gguf.errors import OptionError
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 INT32_MAX = 2**31 - 1  # llama.cpp takes these as 32-bit numbers; a larger one would wrap around unseen
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
 MAX_UBATCH = 1 << 16  # 128 times the default; what lies above only exhausts memory
-ENGINES = ("auto", "host", "device")
-POLICIES = ("lfru", "lru", "slru", "lfu", "fifo")
 SAMPLING = ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
 
 
