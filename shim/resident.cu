@@ -43,6 +43,42 @@ static __device__ void protect(const tsg_dev_pool & pool, int32_t id) {
 
 // ---- kernels ----
 
+// How many of the lanes in `mask` have a lower expert. All lanes take part.
+static __device__ int32_t below(int32_t expert, uint32_t mask) {
+    int32_t n = 0;
+    for (int32_t other = 0; other < 32; other++) {
+        const int32_t theirs = __shfl_sync(~0u, expert, other);
+        n += theirs != NONE && theirs < expert && (mask >> other & 1);
+    }
+    return n;
+}
+
+// In one warp: gives the lanes in `missing` the slots of those who leave, in order. False if there are not enough.
+static __device__ bool take_slots(step & s, const tsg_dev_layer & layer, int32_t expert, uint32_t missing, int32_t leaves, int32_t was, int32_t & slot) {
+    const int32_t lane   = threadIdx.x;
+    const int32_t n_miss = __popc(missing);
+    bool          wanted = false;
+    for (int32_t other = 0; other < 32; other++) {
+        const int32_t theirs = __shfl_sync(~0u, expert, other);
+        wanted |= theirs != NONE && was == layer.first + theirs;
+    }
+    const uint32_t free = __ballot_sync(~0u, leaves != NONE && !wanted);
+    const int32_t  at   = __popc(free & ((1u << lane) - 1));
+    if (__popc(free) < n_miss) {
+        return false;
+    }
+    if ((free >> lane & 1) && at < n_miss) {
+        s.load[at].slot = leaves;
+    }
+    __syncwarp();
+    const int32_t number = below(expert, missing);
+    if (missing >> lane & 1) {
+        slot                  = s.load[number].slot;
+        s.load[number].expert = expert;
+    }
+    return true;
+}
+
 // The usual step, one token of up to 32 experts, in one warp. `leaves` is the lane's slot in the list that tsg_commit left, `was` the expert in it. Returns
 // false if that list is too short: nothing was done.
 static __device__ bool quick_step(step & s, const tsg_dev_pool & pool, const tsg_dev_layer & layer, int32_t expert, int32_t leaves, int32_t was, int32_t * slot_ids) {
@@ -58,28 +94,8 @@ static __device__ bool quick_step(step & s, const tsg_dev_pool & pool, const tsg
     if (n_miss == 0 && (!slot_ids || blockIdx.x != 0)) {
         return true;
     }
-    int32_t rank   = 0;  // among the distinct experts,
-    int32_t number = 0;  // among the missing
-    bool    wanted = false;
-    for (int32_t other = 0; other < 32; other++) {
-        const int32_t theirs = __shfl_sync(~0u, lead ? expert : NONE, other);
-        const bool    lower  = theirs != NONE && theirs < expert;
-        rank += lower;
-        number += lower && (missing >> other & 1);
-        wanted |= theirs != NONE && was == layer.first + theirs;
-    }
-    const uint32_t free = __ballot_sync(~0u, leaves != NONE && !wanted);
-    const int32_t  at   = __popc(free & ((1u << lane) - 1));
-    if (__popc(free) < n_miss) {
+    if (n_miss && !take_slots(s, layer, lead ? expert : NONE, missing, leaves, was, slot)) {
         return false;
-    }
-    if ((free >> lane & 1) && at < n_miss) {
-        s.load[at].slot = leaves;
-    }
-    __syncwarp();
-    if (missing >> lane & 1) {
-        slot                  = s.load[number].slot;
-        s.load[number].expert = expert;
     }
     slot = __shfl_sync(~0u, slot, __ffs(same) - 1);
     __syncwarp();
@@ -89,6 +105,7 @@ static __device__ bool quick_step(step & s, const tsg_dev_pool & pool, const tsg
     if (expert != NONE) {
         slot_ids[lane] = slot;
     }
+    const int32_t rank = below(lead ? expert : NONE, ~0u);
     if (lead) {
         pool.state->expert[rank] = expert;
         pool.state->slot[rank]   = slot;
