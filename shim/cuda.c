@@ -115,6 +115,7 @@ static bool load_kernels(struct tsg_cuda * cuda, const char * pci_bus_id) {
            tsg_cuda_ok(cuda, cuda->module_function(&cuda->step, cuda->module, "tsg_step"), "cuModuleGetFunction") &&
            tsg_cuda_ok(cuda, cuda->module_function(&cuda->rest, cuda->module, "tsg_rest"), "cuModuleGetFunction") &&
            tsg_cuda_ok(cuda, cuda->module_function(&cuda->commit, cuda->module, "tsg_commit"), "cuModuleGetFunction") &&
+           tsg_cuda_ok(cuda, cuda->module_function(&cuda->stamp, cuda->module, "tsg_stamp"), "cuModuleGetFunction") &&
            tsg_cuda_ok(cuda, cuda->module_function(&cuda->stage, cuda->module, "tsg_stage"), "cuModuleGetFunction") &&
            tsg_cuda_ok(cuda, cuda->module_function(&cuda->mark, cuda->module, "tsg_mark"), "cuModuleGetFunction") &&
            tsg_cuda_ok(cuda, cuda->module_function(&cuda->delay, cuda->module, "tsg_delay"), "cuModuleGetFunction");

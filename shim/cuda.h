@@ -47,6 +47,7 @@ struct tsg_cuda {
     tsg_cu_func step;
     tsg_cu_func rest;
     tsg_cu_func commit;
+    tsg_cu_func stamp;
     tsg_cu_func stage;
     tsg_cu_func mark;
     tsg_cu_func delay;

@@ -13,7 +13,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #define CPU_SLOT_TOKENS 32  // ggml-cpu reserves a row map of n_slots x tokens
 
@@ -269,7 +268,9 @@ static bool run_step(struct tsg_engine * e, struct ggml_cgraph * graph, const st
         n_loads = tsg_slots_acquire(&pool->slots, e->global, e->n_distinct, phase, TSG_ADMIT_ALL, 0, e->slot, e->loads, counts);
     }
     if (n_loads >= 0) {
+        tsg_profile_mark(e, step->layer->index, TSG_LOOKUP);
         load_misses(e, step, n_loads, counts);
+        tsg_profile_mark(e, step->layer->index, TSG_COPY);
         return fits_slots ? run_in_slots(e, graph, step) : run_in_stage(e, graph, step, counts);
     }
     most_wanted_first(e, step);
@@ -320,6 +321,7 @@ bool tsg_engine_use_resident(struct tsg_engine * e, struct ggml_cgraph * graph, 
 
 static enum ggml_status host_driven(struct tsg_engine * e, struct ggml_cgraph * graph, enum tsg_phase phase) {
     int done = 0;
+    tsg_profile_start(e, phase);
     for (int i = 0; i < e->graph.n_steps; i++) {
         const struct tsg_step * step = &e->graph.steps[i];
         if (tsg_engine_pool(e, step)->resident) {
@@ -336,11 +338,21 @@ static enum ggml_status host_driven(struct tsg_engine * e, struct ggml_cgraph * 
         if (status != GGML_STATUS_SUCCESS) {
             return status;
         }
+        tsg_profile_mark(e, step->layer->index, TSG_ATTENTION);
         if (!run_step(e, graph, step, phase)) {
             return GGML_STATUS_FAILED;
         }
+        if (e->timing) {
+            done = tsg_graph_end_of_matmuls(graph, step);
+            if (tsg_engine_compute_range(e, graph, step->first, done) != GGML_STATUS_SUCCESS) {
+                return GGML_STATUS_FAILED;
+            }
+            tsg_profile_mark(e, step->layer->index, TSG_EXPERTS);
+        }
     }
-    return tsg_engine_compute_range(e, graph, done, graph->n_nodes);
+    const enum ggml_status status = tsg_engine_compute_range(e, graph, done, graph->n_nodes);
+    tsg_profile_mark(e, e->pager->n_layers, TSG_ATTENTION);
+    return status;
 }
 
 static bool all_resident(struct tsg_engine * e) {
@@ -374,17 +386,11 @@ static enum ggml_status compute_steps(struct tsg_engine * e, struct ggml_cgraph 
     return host_driven(e, graph, phase);
 }
 
-static uint64_t nanoseconds(void) {
-    struct timespec t;
-    timespec_get(&t, TIME_UTC);
-    return (uint64_t) t.tv_sec * 1000000000u + (uint64_t) t.tv_nsec;
-}
-
 enum ggml_status tsg_engine_compute(struct tsg_engine * e, struct ggml_cgraph * graph) {
     struct tsg_pager * pager  = e->pager;
     enum ggml_status   status = GGML_STATUS_FAILED;
     mtx_lock(&pager->lock);
-    const uint64_t start = nanoseconds();
+    const uint64_t start = tsg_nanoseconds();
     e->n_graphs++;
     if (pager->active != e) {
         tsg_engine_wait(pager);
@@ -392,7 +398,7 @@ enum ggml_status tsg_engine_compute(struct tsg_engine * e, struct ggml_cgraph * 
     }
     if (tsg_resident_replay(e, graph)) {
         status = GGML_STATUS_SUCCESS;
-        pager->notes.host_ns += nanoseconds() - start;
+        pager->notes.host_ns += tsg_nanoseconds() - start;
     } else if (tsg_graph_scan(&e->graph, pager, graph)) {
         status = e->graph.n_steps == 0 ? ggml_backend_graph_compute_async(e->inner, graph) : compute_steps(e, graph);
         tsg_graph_restore(&e->graph);

@@ -11,6 +11,7 @@ enum tsg_event {
     TSG_EV_STEP_OUT,
     TSG_EV_REST_IN,
     TSG_EV_REST_OUT,
+    TSG_EV_TIME,
     TSG_EV_LAUNCH_IN,
     TSG_EV_LAUNCH_OUT,
     TSG_EV_CAPTURE_IN,
@@ -34,11 +35,14 @@ struct tsg_resident {
     struct tsg_dev_counts ** page;         // [n_pools] mapped host memory that the kernel writes
     struct tsg_dev_counts *  base;         // [n_pools] what was on the page at the last reset
     int64_t                  free_rows;    // the smallest number of unpinned slots of a pool
+    struct tsg_dev_time *    times;        // [n_layers + 1] on the device, NULL unless the time of layers is taken
+    uint64_t                 epoch;        // of what captured graphs have built in
 };
 
 // A graph that was captured, by the number that llama.cpp's scheduler gave it.
 struct tsg_replay {
     uint64_t    uid;
+    uint64_t    epoch;
     uint64_t    used;  // engine->n_graphs when it was used last
     int64_t     rows;  // ids of its largest step
     tsg_cu_exec exec;  // NULL: seen once, runs uncaptured
@@ -59,6 +63,8 @@ struct tsg_engine {
     struct ggml_tensor *  slot_ids;                // [n_used, n_tokens] on the device
     struct ggml_tensor *  repeats[TSG_MAX_PARTS];  // scratch for scales, [n_slots x tokens]; NULL if no pool has scales
 
+    bool                  timing;                  // the host-driven engine takes the times of the running graph
+
     // CUDA only
     tsg_cu_stream        stream;     // ours: joined with the inner one by events
     tsg_cu_stream        side;       // prefill: copies on the device beside those over the link
@@ -66,6 +72,7 @@ struct tsg_engine {
     uint64_t             flip;       // see tsg_engine_compute_plain()
     struct tsg_replay    replays[TSG_MAX_REPLAYS];
     bool                 no_capture;  // it failed once
+    int32_t              timed;       // the layer whose end was stamped last
 
     // one step of the host-driven engine
     int32_t         n_distinct;
@@ -100,6 +107,12 @@ bool             tsg_inner_waits(struct tsg_engine * e, tsg_cu_stream stream, in
 bool             tsg_resident_replay(struct tsg_engine * e, struct ggml_cgraph * graph);   // true: it was captured before and runs now
 bool             tsg_resident_can(const struct tsg_engine * e, int64_t n_tokens);
 enum ggml_status tsg_resident_decode(struct tsg_engine * e, struct ggml_cgraph * graph);
+
+// profile.c
+void tsg_profile_start(struct tsg_engine * e, enum tsg_phase phase);  // the host-driven engine's stretches follow each other from here, if they are timed
+void tsg_profile_mark(struct tsg_engine * e, int32_t layer, enum tsg_stretch stretch);  // one ends
+struct tsg_dev_time * tsg_profile_of(const struct tsg_engine * e, int32_t layer);       // on the device; NULL unless the time of layers is taken
+bool tsg_profile_stamp(struct tsg_engine * e, int32_t layer, enum tsg_stamp what);      // the inner stream has come to here
 
 // stream.c
 bool             tsg_stream_can(const struct tsg_engine * e);  // the slot maps are on the host

@@ -135,6 +135,19 @@ static struct tsg_weight * scale_weight(const struct tsg_step * step, const stru
     return NULL;
 }
 
+int tsg_graph_end_of_matmuls(const struct ggml_cgraph * graph, const struct tsg_step * step) {
+    int end = step->first + 1;
+    for (int i = step->first; i < step->end; i++) {
+        const struct ggml_tensor * node = graph->nodes[i];
+        if ((node->op == GGML_OP_MUL_MAT_ID || node->op == GGML_OP_ADD_ID) && node->src[2] == step->ids) {
+            end = i + 1;
+        } else if (node->op == GGML_OP_GET_ROWS && node->src[1] == step->ids) {
+            end = i + 2 < step->end ? i + 2 : step->end;  // with the multiplication by the scale
+        }
+    }
+    return end;
+}
+
 static const struct tsg_weight * read_by(const struct tsg_step * step, const struct ggml_tensor * node) {
     const struct tsg_weight * w = matmul_weight(step, node);
     w = w ? w : bias_weight(step, node);

@@ -37,6 +37,10 @@ bool tsg_graph_use_experts(struct tsg_graph * g, struct ggml_cgraph * graph, con
 bool tsg_graph_use_slots(struct tsg_graph * g, struct ggml_cgraph * graph, const struct tsg_step * step, const struct tsg_pool * pool,
                          struct ggml_tensor * slot_ids, struct ggml_tensor * const * repeats);
 
+// The node behind the last that reads the step's weights, and behind what ggml-cuda may fuse with it: a cut between a matmul and its scale or bias would
+// cost the last layer, which may see one token only, that fusion.
+int tsg_graph_end_of_matmuls(const struct ggml_cgraph * graph, const struct tsg_step * step);
+
 // Where the weights of the layer's last part (down) come into play: the first node of the step that reads them, their bias or their scale, or step->first
 // if they cannot be told from the others.
 int tsg_graph_last_part(const struct ggml_cgraph * graph, const struct tsg_step * step);

@@ -30,6 +30,7 @@ void tsg_pager_unref(struct tsg_pager * pager) {
         return;
     }
     tsg_resident_free(pager);
+    tsg_profile_free(pager);
     tsg_host_free(pager);
     free_pools(pager);
     for (int32_t i = 0; i < pager->n_layers; i++) {

@@ -16,6 +16,7 @@
 //   replay.c   device-resident decode: the whole graph with that kernel, captured
 //   edges.c    small liberties in the captured graph
 //   stream.c   overlapped prefill
+//   profile.c  where the time goes
 //   cuda.c     the CUDA driver, found at run time
 //   pool.c     device memory of the slots and copies into it
 //   slots.c    which expert lies in which slot; policy.h says which one leaves
@@ -88,6 +89,13 @@ struct tsg_pool {
 struct tsg_engine;
 struct tsg_resident;
 
+// Times of the host-driven engine.
+struct tsg_profile {
+    bool                    on;
+    uint64_t                since;  // where the running stretch began
+    struct tsg_layer_time * layers; // [n_layers + 1]
+};
+
 struct tsg_pager {
     struct ggml_backend_device      device;
     struct ggml_backend_reg         reg;
@@ -105,6 +113,7 @@ struct tsg_pager {
     struct tsg_cuda *               cuda;      // the driver, NULL until somebody needs it: see tsg_pager_cuda()
     struct tsg_resident *           resident;  // slot maps and kernels on a CUDA device, NULL: host-driven
     struct tsg_notes                notes;
+    struct tsg_profile              profile;
     char                            why[256];  // why the engine is what it is
 
     struct tsg_layer ** layers;  // [n_layers]
@@ -156,6 +165,10 @@ void tsg_resident_to_host(struct tsg_pager * pager);  // brings the slot maps ho
 void tsg_resident_add_counts(const struct tsg_pager * pager, struct tsg_counts * counts);
 void tsg_resident_reset_counts(struct tsg_pager * pager);
 void tsg_resident_throttle(struct tsg_pager * pager, double bytes_per_second);
+
+// profile.c
+uint64_t tsg_nanoseconds(void);
+void     tsg_profile_free(struct tsg_pager * pager);
 
 // engine.c
 struct tsg_engine * tsg_engine_new(struct tsg_pager * pager, ggml_backend_t inner);

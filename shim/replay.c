@@ -41,8 +41,9 @@ static bool launch_step(struct tsg_engine * e, const struct tsg_step * step) {
     int32_t                 n_tokens = (int32_t) step->ids->ne[1];
     tsg_cu_ptr              out      = (tsg_cu_ptr) e->slot_ids->data;
     int32_t                 blocks   = STEP_BLOCKS;
-    void * step_params[] = { &r->pool[step->layer->pool], &r->layer[step->layer->index], &ids, &stride, &n_used, &n_tokens, &r->link, &out };
-    void * rest_params[] = { &r->pool[step->layer->pool], &r->layer[step->layer->index], &ids, &stride, &n_used, &n_tokens, &r->link, &blocks };
+    struct tsg_dev_time *   time     = tsg_profile_of(e, step->layer->index);
+    void * step_params[] = { &r->pool[step->layer->pool], &r->layer[step->layer->index], &ids, &stride, &n_used, &n_tokens, &r->link, &time, &out };
+    void * rest_params[] = { &r->pool[step->layer->pool], &r->layer[step->layer->index], &ids, &stride, &n_used, &n_tokens, &r->link, &time, &blocks };
     return tsg_ours_waits(e, e->stream, TSG_EV_STEP_IN) &&
            tsg_cuda_ok(cuda, cuda->event_record(cu(e->event[TSG_EV_REST_IN]), e->stream), "cuEventRecord") &&
            tsg_cuda_ok(cuda, cuda->stream_wait(e->side, cu(e->event[TSG_EV_REST_IN]), 0), "cuStreamWaitEvent") &&
@@ -86,12 +87,21 @@ static enum ggml_status issue_step(struct tsg_engine * e, struct ggml_cgraph * g
     status = tsg_engine_compute_plain(e, graph, step->first, last);
     ggml_backend_event_wait(e->inner, e->event[TSG_EV_REST_OUT]);
     *done = last;
+    if (status == GGML_STATUS_SUCCESS && tsg_profile_of(e, step->layer->index)) {
+        *done  = tsg_graph_end_of_matmuls(graph, step);
+        status = tsg_engine_compute_plain(e, graph, last, *done);
+        return status == GGML_STATUS_SUCCESS && !tsg_profile_stamp(e, step->layer->index, TSG_STAMP_LAYER) ? GGML_STATUS_FAILED : status;
+    }
     return status;
 }
 
 // The graph in pieces with our kernels between them; issued to the device, or into a capture.
 static enum ggml_status issue(struct tsg_engine * e, struct ggml_cgraph * graph, struct tsg_counts * counts) {
-    int done = 0;
+    const int32_t output = e->pager->n_layers;
+    int           done   = 0;
+    if (!tsg_profile_stamp(e, output, TSG_STAMP_BEGIN)) {
+        return GGML_STATUS_FAILED;
+    }
     for (int i = 0; i < e->graph.n_steps; i++) {
         const struct tsg_step * step = &e->graph.steps[i];
         if (tsg_engine_pool(e, step)->resident) {
@@ -108,14 +118,15 @@ static enum ggml_status issue(struct tsg_engine * e, struct ggml_cgraph * graph,
             return status;
         }
     }
-    return tsg_engine_compute_plain(e, graph, done, graph->n_nodes);
+    const enum ggml_status status = tsg_engine_compute_plain(e, graph, done, graph->n_nodes);
+    return status == GGML_STATUS_SUCCESS && !tsg_profile_stamp(e, output, TSG_STAMP_OUTPUT) ? GGML_STATUS_FAILED : status;
 }
 
 // ---- captured graphs ----
 
 static struct tsg_replay * find_replay(struct tsg_engine * e, uint64_t uid) {
     for (int i = 0; i < TSG_MAX_REPLAYS; i++) {
-        if (e->replays[i].uid == uid) {
+        if (e->replays[i].uid == uid && e->replays[i].epoch == e->pager->resident->epoch) {
             return &e->replays[i];
         }
     }
@@ -133,7 +144,7 @@ static struct tsg_replay * make_replay(struct tsg_engine * e, uint64_t uid) {
         cuda->stream_synchronize(e->stream);
         cuda->exec_destroy(oldest->exec);
     }
-    *oldest = (struct tsg_replay) { .uid = uid, .used = e->n_graphs };
+    *oldest = (struct tsg_replay) { .uid = uid, .epoch = e->pager->resident->epoch, .used = e->n_graphs };
     return oldest;
 }
 

@@ -11,6 +11,7 @@
 
 // resident.ptx was compiled with these; tests/test_ptx.py sees changes of the other sources.
 static_assert(TSG_MAX_EXPERTS == 4096 && TSG_MAX_PARTS == 4, "run scripts/make-ptx, then change this line");
+static_assert(TSG_ATTENTION == 0 && TSG_LOOKUP == 1 && TSG_COPY == 2 && TSG_EXPERTS == 3 && sizeof(struct tsg_layer_time) == 40, "likewise");
 static_assert(TSG_POLICY_LFRU == 0 && TSG_POLICY_LRU == 1 && TSG_POLICY_SLRU == 2 && TSG_POLICY_LFU == 3 && TSG_POLICY_FIFO == 4, "likewise");
 
 // ---- making it ----
@@ -96,6 +97,9 @@ void tsg_resident_free(struct tsg_pager * pager) {
     }
     if (r->link) {
         r->cuda->memory_free(r->link);
+    }
+    if (r->times) {
+        r->cuda->memory_free((tsg_cu_ptr) r->times);
     }
     free(r->pool);
     free(r->layer);

@@ -163,19 +163,42 @@ static __device__ void decide(step & s, const tsg_dev_pool & pool, const tsg_dev
     }
 }
 
+static __device__ void stamp(uint64_t * at) {
+    if (threadIdx.x == 0 && blockIdx.x == 0) {
+        *at = nanoseconds();
+    }
+}
+
+// Every block stamps when it is done; the last one counts.
+static __device__ void stamp_copied(tsg_dev_time * time) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        atomicMax((unsigned long long *) &time->copied, (unsigned long long) nanoseconds());
+    }
+}
+
 // ids: the router's choice, [n_tokens] rows of n_used, `stride` apart; slot_ids: [n_tokens][n_used]. n_used * n_tokens <= TSG_STEP_THREADS. ps_per_byte points
-// to the picoseconds that a byte must take, 0 = as fast as it goes.
+// to the picoseconds that a byte must take, 0 = as fast as it goes. time: NULL unless the layer's time is taken.
 extern "C" __global__ void __launch_bounds__(TSG_STEP_THREADS)
     tsg_step(const __grid_constant__ tsg_dev_pool pool, const __grid_constant__ tsg_dev_layer layer, const int32_t * ids, int32_t stride, int32_t n_used,
-             int32_t n_tokens, const uint64_t * ps_per_byte, int32_t * slot_ids) {
+             int32_t n_tokens, const uint64_t * ps_per_byte, tsg_dev_time * time, int32_t * slot_ids) {
     __shared__ step s;
     const uint64_t slow = *ps_per_byte;
+    if (time) {
+        stamp(&time->start);
+    }
     decide(s, pool, layer, ids, stride, n_used, n_tokens, slot_ids);
+    if (time) {
+        stamp(&time->decided);
+    }
     gather(slow, s.load, s.n_miss, layer, 0, layer.n_early, [&] {
         if (threadIdx.x == 0) {
             atomicAdd(&pool.state->n_sent, 1);
         }
     });
+    if (time && s.n_miss) {
+        stamp_copied(time);
+    }
 }
 
 #define PATIENCE_NS 50000000
@@ -184,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(TSG_STEP_THREADS)
 // Nothing hangs on it, so that the wait has an end: a debugger may run one kernel at a time.
 extern "C" __global__ void __launch_bounds__(TSG_STEP_THREADS)
     tsg_rest(const __grid_constant__ tsg_dev_pool pool, const __grid_constant__ tsg_dev_layer layer, const int32_t * ids, int32_t stride, int32_t n_used,
-             int32_t n_tokens, const uint64_t * ps_per_byte, int32_t n_blocks) {
+             int32_t n_tokens, const uint64_t * ps_per_byte, tsg_dev_time * time, int32_t n_blocks) {
     __shared__ step s;
     const uint64_t slow = *ps_per_byte;
     decide(s, pool, layer, ids, stride, n_used, n_tokens, NULL);
@@ -198,6 +221,27 @@ extern "C" __global__ void __launch_bounds__(TSG_STEP_THREADS)
     }
     __syncthreads();
     gather(slow, s.load, s.n_miss, layer, layer.n_early, layer.n_banks, [] {});
+    if (time) {
+        stamp_copied(time);
+    }
+}
+
+// One thread, beside the graph. `before` is where the layer before left its time, or the beginning of the graph.
+extern "C" __global__ void tsg_stamp(tsg_dev_time * time, const tsg_dev_time * before, int32_t what) {
+    const uint64_t now = nanoseconds();
+    if (what == TSG_STAMP_LAYER) {
+        const uint64_t copied = time->copied > time->decided ? time->copied : time->decided;
+        time->sum.graphs++;
+        time->sum.ns[TSG_ATTENTION] += time->start - before->ended;
+        time->sum.ns[TSG_LOOKUP] += time->decided - time->start;
+        time->sum.ns[TSG_COPY] += copied - time->decided;
+        time->sum.ns[TSG_EXPERTS] += now - copied;
+        time->copied = 0;
+    } else if (what == TSG_STAMP_OUTPUT) {
+        time->sum.graphs++;
+        time->sum.ns[TSG_ATTENTION] += now - before->ended;
+    }
+    time->ended = now;
 }
 
 #define KEPT 3

@@ -59,6 +59,21 @@ struct tsg_dev_state {
     int32_t slot[TSG_STEP_THREADS];
 };
 
+// Where the time of a layer goes. Nanoseconds of the device's clock.
+struct tsg_dev_time {
+    uint64_t              start;    // this graph's: the router has chosen,
+    uint64_t              decided;  // the slots are known,
+    uint64_t              copied;   // the last byte is there, 0 = nothing was copied,
+    uint64_t              ended;    // the layer's last matmul is done
+    struct tsg_layer_time sum;
+};
+
+enum tsg_stamp {
+    TSG_STAMP_BEGIN,   // of a graph
+    TSG_STAMP_LAYER,   // the end of a layer
+    TSG_STAMP_OUTPUT,  // the end of a graph
+};
+
 // Addresses and sizes, fixed for the life of the pool: kernels get it by value, so that they find everything without a load.
 struct tsg_dev_pool {
     struct tsg_dev_state *  state;

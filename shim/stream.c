@@ -91,21 +91,6 @@ static bool fill_stage(struct tsg_engine * e, const struct tsg_step * step, int 
            tsg_cuda_ok(cuda, cuda->event_record(e->event[TSG_EV_SIDE_READY + k]->context, e->side), "cuEventRecord");
 }
 
-// The node behind the last that reads the step's weights, and behind what ggml-cuda may fuse with it: a cut between a matmul and its scale or bias would
-// cost the last layer, which may see one token only, that fusion.
-static int end_of_matmuls(const struct ggml_cgraph * graph, const struct tsg_step * step) {
-    int end = step->first + 1;
-    for (int i = step->first; i < step->end; i++) {
-        const struct ggml_tensor * node = graph->nodes[i];
-        if ((node->op == GGML_OP_MUL_MAT_ID || node->op == GGML_OP_ADD_ID) && node->src[2] == step->ids) {
-            end = i + 1;
-        } else if (node->op == GGML_OP_GET_ROWS && node->src[1] == step->ids) {
-            end = i + 2 < step->end ? i + 2 : step->end;  // with the multiplication by the scale
-        }
-    }
-    return end;
-}
-
 // Worth it once the pool is full: before, the host-driven engine leaves the experts that a prompt wants most in free slots.
 bool tsg_stream_can(const struct tsg_engine * e) {
     if (!e->pager->resident) {
@@ -167,7 +152,7 @@ enum ggml_status tsg_stream_prefill(struct tsg_engine * e, struct ggml_cgraph * 
         }
         ggml_backend_event_wait(e->inner, e->event[TSG_EV_STAGE_READY + k]);
         ggml_backend_event_wait(e->inner, e->event[TSG_EV_SIDE_READY + k]);
-        done   = end_of_matmuls(graph, &steps[i]);
+        done   = tsg_graph_end_of_matmuls(graph, &steps[i]);
         status = tsg_engine_compute_range(e, graph, steps[i].first, done);
         if (status != GGML_STATUS_SUCCESS) {
             return status;

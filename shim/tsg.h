@@ -107,6 +107,19 @@ struct tsg_stats {
     bool     all_resident;       // every pool holds all its experts: nothing ever moves
 };
 
+// Stretches of a layer's time in decode, one after the other.
+enum tsg_stretch {
+    TSG_ATTENTION = 0,  // from the experts of the layer before to the router's choice: attention, norms, shared experts
+    TSG_LOOKUP    = 1,  // which of the chosen are resident, who leaves
+    TSG_COPY      = 2,  // until the last byte is there. On the device engine the first matmul runs meanwhile
+    TSG_EXPERTS   = 3,  // the rest of the expert matmuls
+};
+
+struct tsg_layer_time {
+    uint64_t graphs;
+    uint64_t ns[4];  // [enum tsg_stretch] sums over these graphs
+};
+
 struct tsg_expert {
     int32_t  slot;      // slot in its pool, -1 = only in host memory
     bool     pinned;
@@ -160,6 +173,12 @@ const char *    tsg_pager_host(struct tsg_pager * pager);    // which rung of th
 enum tsg_status tsg_pager_set_link(struct tsg_pager * pager, double bytes_per_second);  // slows the link down (device engine only); 0 = the real one
 enum tsg_status tsg_pager_set_policy(struct tsg_pager * pager, enum tsg_policy policy);
 enum tsg_status tsg_pager_check_integrity(struct tsg_pager * pager);
+
+// Takes the time of every layer of every decode graph, from zero; or no longer. The engine stays what it is; the host-driven one waits between the
+// stretches. A layer of a pool that holds everything has no stretches of its own: its time counts as the next one's attention. `layer` n_layers stands for
+// what follows the last layer, in TSG_ATTENTION.
+enum tsg_status tsg_pager_set_profile(struct tsg_pager * pager, bool on);
+enum tsg_status tsg_pager_layer_time(struct tsg_pager * pager, int32_t layer, struct tsg_layer_time * out);
 
 // One expert. `layer` is what tsg_pager_add_layer gave, `part` the index in its parts.
 enum tsg_status tsg_expert_get(struct tsg_pager * pager, int32_t layer, int32_t expert, struct tsg_expert * out);

@@ -169,7 +169,7 @@ def test_json(whole: tuple[Report, int]) -> None:
 def test_csv(whole: tuple[Report, int]) -> None:
     found = list(csv.DictReader(io.StringIO(as_csv(whole[0]), newline="")))
     assert [(row["run"], row["test"]) for row in found] == [(row.run, row.test or "") for row in whole[0].rows]
-    assert list(found[0]) == [f.name for f in fields(Row)]
+    assert list(found[0]) == [f.name for f in fields(Row) if f.name != "profile"]
     assert [float(row["rate"]) for row in found] == [row.rate for row in whole[0].rows]
     assert found[0]["hit_rate"] == ""
 
@@ -191,6 +191,61 @@ def test_markdown(whole: tuple[Report, int]) -> None:
     assert "link 10.0 GB/s as measured" in lines[0]
     assert sum(line.startswith("needle, ") for line in lines) == len(RUNS)
     assert lines[-1].startswith("- ")
+
+
+# ---- profile --------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def profiled(model_file: ModelFile) -> Report:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "link_rate", lambda _self: 10e9)
+        options = BenchOptions(
+            path=str(model_file("gpt-oss")),
+            prompts=(24,),
+            replies=(5,),
+            expert_caches=("all", "25%"),
+            device="CPU",
+            n_threads=1,
+            repeat=2,
+            warmup=6,
+            profile=True,
+        )
+        made = Bench(options, Onlooker())
+        made.run()
+        return made.report()
+
+
+def test_profile_of_every_paged_layer(profiled: Report, model_file: ModelFile) -> None:
+    blocks = [layer.block for layer in read_facts(model_file("gpt-oss")).expert_layers]
+    assert [(row.expert_cache, row.test, row.profile is not None) for row in profiled.rows] == [
+        ("all", "pp24", False),
+        ("all", "tg5", False),
+        ("25%", "pp24", False),
+        ("25%", "tg5", True),
+    ]
+    times = profiled.rows[-1].profile
+    assert times is not None
+    assert [time.block for time in times] == [*blocks, None]
+    assert all(time.attention > 0 and time.lookup > 0 and time.experts > 0 for time in times[:-1])
+    assert any(time.copy > 0 for time in times[:-1])
+    assert (times[-1].lookup, times[-1].copy, times[-1].experts) == (0, 0, 0) != times[-1].attention
+
+
+def test_profile_is_printed_layer_by_layer(profiled: Report) -> None:
+    lines = as_markdown(profiled).splitlines()
+    start = lines.index(next(line for line in lines if line.startswith("expert cache 25%, lfru, tg5: microseconds a token; ")))
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start + 2 :] if line.startswith("|")]
+    times = profiled.rows[-1].profile
+    assert times is not None
+    assert cells[0] == ["block", "attention", "lookup", "copy", "experts", "total"]
+    assert [row[0] for row in cells[2:]] == [*(str(time.block) for time in times[:-1]), "output", "all"]
+    assert float(cells[-1][-1]) == pytest.approx(sum(time.total for time in times), abs=0.06)
+    assert [float(cell) for cell in cells[2][1:]] == pytest.approx(
+        [times[0].attention, times[0].lookup, times[0].copy, times[0].experts, times[0].total], abs=0.06
+    )
+    found = json.loads(as_json(profiled))["rows"][-1]["profile"]
+    assert found[0] == {"block": 0, **{part: getattr(times[0], part) for part in ("attention", "lookup", "copy", "experts")}}
 
 
 # ---- llama.cpp beside a GPU -----------------------------------------------------------------------------------------------------------------
@@ -301,6 +356,9 @@ def test_output(model_file: ModelFile, tmp_path: Path) -> None:
         ("--needle 1800", "needs a context of 2056 tokens"),
         ("-p 0 -n 0 --needle 20", "--needle 20 is too short"),
         ("--prompt-file no.txt", "cannot be read"),
+        ("--profile -n 0", "there is no tg test"),
+        ("--profile --expert-cache all", "--profile has nothing to tell apart"),
+        ("--profile --csv", "--profile has no place in --csv"),
     ],
 )
 def test_bad_values(model_file: ModelFile, monkeypatch: pytest.MonkeyPatch, arguments: str, part: str) -> None:

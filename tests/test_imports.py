@@ -24,7 +24,7 @@ LAYERS = (
     ("session",),
     ("model",),
     ("chat", "bench_baseline", "bench_measure", "bench_needle"),
-    ("bench_table",),
+    ("bench_table", "bench_profile"),
     ("bench",),
     ("cli",),
     ("__main__",),

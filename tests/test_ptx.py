@@ -31,10 +31,13 @@ def test_what_the_hash_leaves_out_is_the_same() -> None:
     """Beside those hashed only tsg.h is included. It is the whole C API, so the few numbers that the kernels take from it stand here."""
     included = {header for name in SOURCES for header in re.findall(r'^#include "(.+)"', read(name), re.MULTILINE)}
     assert included - set(SOURCES) == {"tsg.h"}
-    numbers = {name: int(value) for name, value in re.findall(r"\b(TSG_(?:MAX|POLICY)_\w+) += (\d+),", read("tsg.h"))}
+    numbers = {
+        name: int(value) for name, value in re.findall(r"\b(TSG_(?:MAX_\w+|POLICY_\w+|ATTENTION|LOOKUP|COPY|EXPERTS)) += (\d+),", read("tsg.h"))
+    }
     used = {name for name in numbers for source in SOURCES if re.search(rf"\b{name}\b", read(source))}
     baked = {"TSG_MAX_EXPERTS": 4096, "TSG_MAX_PARTS": 4}
     baked |= {f"TSG_POLICY_{policy}": value for value, policy in enumerate(("LFRU", "LRU", "SLRU", "LFU", "FIFO"))}
+    baked |= {f"TSG_{stretch}": value for value, stretch in enumerate(("ATTENTION", "LOOKUP", "COPY", "EXPERTS"))}
     assert {name: numbers[name] for name in used} == baked, "run scripts/make-ptx, then change the numbers here"
 
 

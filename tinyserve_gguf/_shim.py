@@ -321,6 +321,16 @@ class Pager:
     def reset_stats(self) -> None:
         _lib.tsg_pager_reset_stats(self._pager)
 
+    def set_profile(self, on: bool) -> None:
+        """Take the time of every layer of every decode graph, from zero; or no longer."""
+        _check(_lib.tsg_pager_set_profile(self._pager, on))
+
+    def layer_time(self, layer: int) -> tuple[int, list[int]]:
+        """How many graphs, and nanoseconds of attention, lookup, copy and experts in all of them. One behind the last layer: the output."""
+        out = _ffi.new("struct tsg_layer_time *")
+        _check(_lib.tsg_pager_layer_time(self._pager, layer, out))
+        return int(out.graphs), [int(ns) for ns in out.ns]
+
     def set_policy(self, policy: str) -> None:
         _check(_lib.tsg_pager_set_policy(self._pager, POLICIES.index(policy)))
 

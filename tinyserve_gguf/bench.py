@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Protocol
 
+from tinyserve_gguf import bench_profile
 from tinyserve_gguf._llama import ContextOptions, NativeContext, NativeModel, ggml_version
 from tinyserve_gguf._shim import PagerStats
 from tinyserve_gguf.bench_baseline import all_on_cpu, full_bytes, label, open_stock, resident_bytes, tightest_split
@@ -46,6 +47,7 @@ class BenchOptions:
     baseline: bool = False
     link_gbps: float | None = None  # throttle the link to this
     needle: int = 0  # length of that prompt; 0 = no such test
+    profile: bool = False  # times of every layer behind every tg test
 
     @property
     def cases(self) -> list[Case]:
@@ -55,7 +57,8 @@ class BenchOptions:
     @property
     def n_ctx(self) -> int:
         """Context that the longest test needs."""
-        return max([case.n_ctx(self.repeat, self.warmup) for case in self.cases] + [self.needle + REPLY_TOKENS if self.needle else 0])
+        extra = bench_profile.tokens if self.profile else lambda _case: 0
+        return max([case.n_ctx(self.repeat, self.warmup) + extra(case) for case in self.cases] + [self.needle + REPLY_TOKENS if self.needle else 0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class _Run:
     expert_cache: str
     policy: str
     link_gbps: float | None
+    paged: bool  # some experts have no slot
 
 
 class Watch(Protocol):
@@ -95,6 +99,8 @@ class Bench:
         self._budgets: dict[int, list[str]] = {}  # blocks on the CPU at equal memory -> expert caches of that size
         if not options.cases and not options.needle:
             raise OptionError("there is nothing to measure: give -p, -n or --needle")
+        if options.profile and not any(case.kind == "tg" for case in options.cases):
+            raise OptionError("--profile takes the times of decode, and there is no tg test: give -n")
         trained = self.facts.context_length
         if trained and options.n_ctx > trained:
             raise OptionError(
@@ -119,7 +125,9 @@ class Bench:
                 continue
             resident = all(pool.is_resident for pool in plan.pools)
             policies = list(dict.fromkeys(options.policies))[: 1 if resident else None]
-            runs += [_Run(cache, policy, None if resident else options.link_gbps) for policy in policies]
+            runs += [_Run(cache, policy, None if resident else options.link_gbps, not resident) for policy in policies]
+        if options.profile and runs and not any(run.paged for run in runs):
+            raise OptionError("--profile has nothing to tell apart, all experts are on the device: give a smaller --expert-cache")
         if options.link_gbps and runs and not any(run.link_gbps for run in runs):
             raise OptionError("--link-gbps has nothing to slow down, all experts are on the device: give a smaller --expert-cache")
         return runs
@@ -192,7 +200,7 @@ class Bench:
         with model:
             base = self._placed(replace(base, load_seconds=time.perf_counter() - start), model)
             needle = hide(model, options.needle, options.text, options.seed) if options.needle else None
-            self._measure(base, model.native, model.options, lambda: model.stats().pager, free)
+            self._measure(base, model.native, model.options, lambda: model.stats().pager, free, model)
             if needle:
                 self._seek(base, model, needle)
 
@@ -300,7 +308,13 @@ class Bench:
     # ---- shared ----
 
     def _measure(
-        self, base: Row, native: NativeModel, options: ContextOptions, snapshot: Callable[[], PagerStats | None], free_before: int | None
+        self,
+        base: Row,
+        native: NativeModel,
+        options: ContextOptions,
+        snapshot: Callable[[], PagerStats | None],
+        free_before: int | None,
+        model: Model | None = None,
     ) -> None:
         """All tests of one run, in one context."""
         if not self.options.cases:
@@ -315,6 +329,10 @@ class Bench:
             for case in self.options.cases:
                 self._show(f"{base.run}: {case.name}")
                 row = measured_row(base, measure(subject, case, self.options.repeat, self.options.warmup))
+                if model and self.options.profile and case.kind == "tg" and not base.all_resident:
+                    self._tick()
+                    end = case.n_ctx(self.options.repeat, self.options.warmup)
+                    row = replace(row, profile=bench_profile.profile(subject, model, case, end))
                 free = self._free()
                 self.rows.append(replace(row, device_bytes=None if free is None or free_before is None else free_before - free))
 

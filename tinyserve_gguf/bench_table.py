@@ -12,7 +12,7 @@ from typing import Any
 
 from tinyserve_gguf.bench_measure import Measured, percentile
 from tinyserve_gguf.plan import GIB, size
-from tinyserve_gguf.stats import hit_rate
+from tinyserve_gguf.stats import LayerTime, hit_rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,7 @@ class Row:
     number: str | None = None  # needle: what was hidden
     needle_at: float | None = None  # 0..1 of the text around it
     found: bool | None = None
+    profile: tuple[LayerTime, ...] | None = None  # tg: microseconds a token, of a pass behind the test
     reply: str | None = None
     error: str | None = None  # why nothing was measured
 
@@ -143,9 +144,9 @@ def as_json(report: Report) -> str:
 
 
 def as_csv(report: Report) -> str:
-    """The rows, with the fields of `Row` as columns; empty for None."""
+    """The rows, with the fields of `Row` as columns; empty for None. A profile is no column."""
     out = io.StringIO()
-    writer = csv.DictWriter(out, [f.name for f in fields(Row)], lineterminator="\n")
+    writer = csv.DictWriter(out, [f.name for f in fields(Row) if f.name != "profile"], lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     writer.writerows(asdict(row) for row in report.rows)
     return out.getvalue().rstrip("\n")
@@ -169,7 +170,7 @@ COLUMNS = (
 
 
 def as_markdown(report: Report) -> str:
-    """A line about the setup, the table, then needles and notes."""
+    """A line about the setup, the table, then profiles, needles and notes."""
     model, setup = report.model, report.setup
     link = f"link {setup['link_gbps']:.1f} GB/s as measured" if setup["link_gbps"] else "link not measured"
     head = (
@@ -178,6 +179,7 @@ def as_markdown(report: Report) -> str:
     )
     timed = [row for row in report.rows if row.is_timed]
     parts = [head, "\n".join(table(COLUMNS, [_cells(row) for row in timed]))] if timed else [head]
+    parts += ["\n".join(_profile_lines(row, row.profile)) for row in timed if row.profile]
     parts += ["\n".join(_needle_lines(row)) for row in report.rows if row.found is not None]
     engines = dict.fromkeys(f"{row.run}: {row.engine}" for row in report.rows if row.engine and not row.all_resident)
     notes = [f"{row.run}: not measured: {row.error}" for row in report.rows if row.error] + [*engines, *report.notes]
@@ -211,17 +213,29 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a markdown table with even columns, numbers (from the fourth column on) to the right."""
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 3) -> list[str]:
+    """Lines of a markdown table with even columns, numbers (behind the text columns) to the right."""
     rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(titles, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
-        padded = (cell.ljust(width) if i < 3 else cell.rjust(width) for i, (cell, width) in enumerate(zip(cells, widths, strict=True)))
+        padded = (cell.ljust(width) if i < text_columns else cell.rjust(width) for i, (cell, width) in enumerate(zip(cells, widths, strict=True)))
         return "| " + " | ".join(padded) + " |"
 
-    rule = "| " + " | ".join("-" * width if i < 3 else "-" * (width - 1) + ":" for i, width in enumerate(widths)) + " |"
+    rule = "| " + " | ".join("-" * width if i < text_columns else "-" * (width - 1) + ":" for i, width in enumerate(widths)) + " |"
     return [line(titles), rule, *map(line, rows)]
+
+
+def _profile_lines(row: Row, profile: Sequence[LayerTime]) -> list[str]:
+    """A line a layer, and their sums beside what was measured without the profile."""
+    parts = ("attention", "lookup", "copy", "experts", "total")
+    sums = [sum(getattr(time, part) for time in profile) for part in parts]
+    cells = [["output" if time.block is None else str(time.block), *(f"{getattr(time, part):.1f}" for part in parts)] for time in profile]
+    return [
+        f"{row.run}, {row.test}: microseconds a token; {sums[-1] / 1e3:.3f} ms in all, {row.p50_ms:.3f} ms (median) when not profiled",
+        "",
+        *table(("block", *parts), [*cells, ["all", *(f"{value:.1f}" for value in sums)]], text_columns=1),
+    ]
 
 
 def _needle_lines(row: Row) -> list[str]:

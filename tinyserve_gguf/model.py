@@ -16,7 +16,7 @@ from tinyserve_gguf.experts import Experts
 from tinyserve_gguf.facts import ExpertLayer, ModelFacts, PartFacts, TensorFacts, read_facts
 from tinyserve_gguf.plan import CacheSpec, DeviceFacts, Plan, make_plan
 from tinyserve_gguf.session import Session
-from tinyserve_gguf.stats import Stats
+from tinyserve_gguf.stats import LayerTime, Stats
 
 EXPERT_PATTERN = r"\.ffn_(gate|up|down|gate_up)_(ch)?exps\.weight"  # everything else, biases and scales too, stays where llama.cpp puts it
 DEFAULT_CTX = 4096
@@ -273,6 +273,23 @@ class Model:
     def reset_stats(self) -> None:
         if self._pager:
             self._pager.reset_stats()
+
+    def set_profile(self, on: bool) -> None:
+        """Take the time of every layer of every decoded graph, from zero; or no longer. The host-driven engine is slower meanwhile: it waits for the
+        device between the parts. OptionError for a dense model."""
+        if not self._pager:
+            raise OptionError(f"{self.facts.name} is dense: it has no expert layers to profile")
+        self._pager.set_profile(on)
+
+    def layer_times(self) -> list[LayerTime]:
+        """Since `set_profile(True)`, of every layer that ran, and last what follows them. OptionError unless times are taken.
+        Layers whose pool holds all its experts count as the attention of the next."""
+        if not self._pager:
+            return []
+        blocks: list[int | None] = [layer.block for pool in self.plan.pools for layer in pool.group.layers]
+        found = [(block, *self._pager.layer_time(i)) for i, block in enumerate([*blocks, None])]
+        times = [LayerTime(block, *(ns / 1e3 / graphs for ns in parts)) for block, graphs, parts in found if graphs]
+        return sorted(times, key=lambda time: (time.block is None, time.block))
 
     def _snapshot(self) -> _shim.PagerStats | None:
         return self._pager.stats() if self._pager else None

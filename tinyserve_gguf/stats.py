@@ -9,6 +9,21 @@ from tinyserve_gguf._shim import Counts, PagerStats
 from tinyserve_gguf.plan import size
 
 
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Mean time of one decoded graph in one layer, in microseconds; the parts follow each other. Source: the profile of the engine."""
+
+    block: int | None  # None: behind the last layer (output norm and head), all in `attention`
+    attention: float  # from the experts of the layer before to the router's choice
+    lookup: float  # which of the chosen are resident, who leaves
+    copy: float  # until the last byte is there; on the device engine the first expert matmul runs meanwhile
+    experts: float  # the rest of the expert matmuls
+
+    @property
+    def total(self) -> float:
+        return self.attention + self.lookup + self.copy + self.experts
+
+
 def hit_rate(*counts: Counts) -> float | None:
     """Hits over lookups; None if nothing was looked up."""
     lookups = sum(c.lookups for c in counts)

@@ -310,6 +310,73 @@ static void policies_change_while_running(void) {
     rig_close(&rig);
 }
 
+// The last part of a layer is told from the others by what the graph reads, also through tables and adapters.
+static void where_the_last_part_begins(void) {
+    for (int i = 0; i < 8; i++) {
+        struct spec spec     = small;
+        spec.tables          = i & 1;
+        spec.fused           = i & 2;
+        spec.adapter         = i & 4;
+        struct rig       rig   = rig_open(&spec);
+        struct batch *   batch = batch_random(&spec, 2, 1);
+        struct graph     graph = graph_build(&rig, &rig.paged, batch);
+        struct tsg_graph steps = { 0 };
+        CHECK(tsg_graph_scan(&steps, rig.pager, graph.graph) && steps.n_steps == 2);
+        for (int l = 0; l < 2; l++) {
+            const struct tsg_step * step = &steps.steps[l];
+            const int               last = tsg_graph_last_part(graph.graph, step);
+            const int               end  = tsg_graph_end_of_matmuls(graph.graph, step);
+            const int32_t           down = rig_n_parts(&spec) - 1;
+            CHECK(graph.graph->nodes[last]->op == GGML_OP_MUL_MAT_ID && graph.graph->nodes[last]->src[0] == rig.paged.weight[l][down]);
+            CHECK(step->first < last && last < end && end <= step->end);
+            for (int n = step->first; n < step->end; n++) {
+                const struct ggml_tensor * node = graph.graph->nodes[n];
+                for (int32_t p = 0; p < down; p++) {
+                    CHECK(n < last || (node->src[0] != rig.paged.weight[l][p] && (!spec.tables || node->src[1] != rig.paged.bias[l][p])));
+                }
+                CHECK(n >= last || node->op != GGML_OP_ADD_ID || !spec.tables || node->src[1] != rig.paged.bias[l][down]);
+                CHECK(n < end || node->op != GGML_OP_MUL_MAT_ID);
+            }
+        }
+        tsg_graph_free(&steps);
+        graph_free(&graph);
+        free(batch);
+        rig_close(&rig);
+    }
+}
+
+static uint64_t time_of(struct rig * rig, int32_t layer, enum tsg_stretch stretch, uint64_t graphs) {
+    struct tsg_layer_time time;
+    CHECK(tsg_pager_layer_time(rig->pager, layer, &time) == TSG_OK && time.graphs == graphs);
+    return time.ns[stretch];
+}
+
+static void taking_times(void) {
+    struct spec spec = small;
+    spec.n_slots     = 3;
+    spec.tables      = true;
+    struct rig            rig = rig_open(&spec);
+    struct tsg_layer_time time;
+    CHECK(rig_failed(tsg_pager_layer_time(rig.pager, 0, &time), TSG_E_ARGUMENT, "no times are taken"));
+    CHECK(tsg_pager_set_profile(rig.pager, true) == TSG_OK);
+    CHECK(rig_failed(tsg_pager_layer_time(rig.pager, 3, &time), TSG_E_ARGUMENT, "there is no layer 3"));
+    CHECK(rig_failed(tsg_pager_layer_time(rig.pager, -1, &time), TSG_E_ARGUMENT, "there is no layer -1"));
+    for (uint64_t i = 0; i < 10; i++) {
+        rig_compare_random(&rig, rig.paged.backend, 1 + (int32_t) (i % 2), 1 + i);
+    }
+    rig_compare_random(&rig, rig.paged.backend, 50, 100);  // prefill: not timed
+    for (int32_t l = 0; l < 2; l++) {
+        CHECK(time_of(&rig, l, TSG_ATTENTION, 10) > 0 && time_of(&rig, l, TSG_EXPERTS, 10) > 0 && time_of(&rig, l, TSG_LOOKUP, 10) > 0);
+        CHECK(time_of(&rig, l, TSG_COPY, 10) > 0);
+    }
+    CHECK(time_of(&rig, 2, TSG_ATTENTION, 10) > 0 && time_of(&rig, 2, TSG_COPY, 10) == 0);
+    CHECK(tsg_pager_set_profile(rig.pager, true) == TSG_OK && time_of(&rig, 0, TSG_EXPERTS, 0) == 0);  // from zero
+    CHECK(tsg_pager_set_profile(rig.pager, false) == TSG_OK);
+    rig_compare_random(&rig, rig.paged.backend, 1, 3);
+    CHECK(rig_failed(tsg_pager_layer_time(rig.pager, 0, &time), TSG_E_ARGUMENT, "no times are taken"));
+    rig_close(&rig);
+}
+
 int main(int argc, char ** argv) {
     const struct test tests[] = {
         TEST(bits_of_f32),
@@ -329,6 +396,8 @@ int main(int argc, char ** argv) {
         TEST(two_backends_take_turns),
         TEST(two_threads_with_a_backend_each),
         TEST(policies_change_while_running),
+        TEST(where_the_last_part_begins),
+        TEST(taking_times),
     };
     return run_tests(tests, sizeof(tests) / sizeof(tests[0]), argc, argv);
 }

@@ -22,6 +22,7 @@ Examples:
   bench model.gguf -p 2048 -n 64 --depth 0,4096                tests as llama-bench has them
   bench model.gguf -p 0 --policy lfru,lru --prompt-file a.txt  decode alone, on real text
   bench model.gguf --link-gbps 13.8 --csv --output slow.csv    what a slower link would do
+  bench model.gguf -p 0 --expert-cache 25% --profile           where the time of a token goes
   bench model.gguf -p 0 -n 0 --needle 30000                    does it find a number in a long prompt?
 """
 
@@ -87,6 +88,7 @@ counts = list_of(click.IntRange(0, INT32_MAX).convert)
 @click.option("--prompt-file", type=click.Path(path_type=Path), metavar="FILE", help="Read this text instead of random tokens.")
 @click.option("--link-gbps", type=FiniteRange(min=0, min_open=True), metavar="X", help="Throttle the link to X GB/s.")
 @click.option("--needle", type=click.IntRange(0, INT32_MAX), default=0, metavar="N", help="Hide a number in a prompt of N tokens and ask for it.")
+@click.option("--profile", is_flag=True, help="Also where the time goes: attention, lookup, copy and experts of every layer.")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, metavar="N", help="Seed of random tokens and of the needle.")
 @click.option("--json", "style", flag_value="json", help="One JSON object.")
 @click.option("--csv", "style", flag_value="csv", help="One line a test, with a header.")
@@ -101,6 +103,8 @@ def bench(model: str, style: str, output: Path | None, prompt_file: Path | None,
     from tinyserve_gguf import bench_table
     from tinyserve_gguf.bench import Bench, BenchOptions
 
+    if options["profile"] and style == "csv":
+        raise OptionError("--profile has no place in --csv, which has one line a test: leave one of them out")
     as_text = {"json": bench_table.as_json, "csv": bench_table.as_csv, "markdown": bench_table.as_markdown}[style]
     file = OutputFile(output, "--output") if output else None
     for name in ("prompts", "replies"):
