@@ -343,7 +343,7 @@ static enum ggml_status host_driven(struct tsg_engine * e, struct ggml_cgraph * 
             return GGML_STATUS_FAILED;
         }
         if (e->timing) {
-            done = tsg_graph_end_of_matmuls(graph, step);
+            done = step->done;
             if (tsg_engine_compute_range(e, graph, step->first, done) != GGML_STATUS_SUCCESS) {
                 return GGML_STATUS_FAILED;
             }

@@ -3,6 +3,88 @@
 #include <stdlib.h>
 #include <string.h>
 
+// ---- what a node reads ----
+
+static struct tsg_weight * matmul_weight(const struct tsg_step * step, const struct ggml_tensor * node) {
+    if (node->op != GGML_OP_MUL_MAT_ID || node->src[2] != step->ids) {
+        return NULL;
+    }
+    struct tsg_weight * w = node->src[0]->extra;
+    for (int32_t p = 0; p < step->layer->n_parts; p++) {
+        if (w == &step->layer->weight[p]) {
+            return w;
+        }
+    }
+    return NULL;  // an adapter's matmul: keeps its own weights and the router's ids
+}
+
+// ADD_ID(x, bias, ids) with the layer's own bias table.
+static struct tsg_weight * bias_weight(const struct tsg_step * step, const struct ggml_tensor * node) {
+    if (node->op != GGML_OP_ADD_ID || node->src[2] != step->ids) {
+        return NULL;
+    }
+    for (int32_t p = 0; p < step->layer->n_parts; p++) {
+        if (step->layer->weight[p].bias && strcmp(step->layer->weight[p].bias_name, node->src[1]->name) == 0) {
+            return &step->layer->weight[p];
+        }
+    }
+    return NULL;
+}
+
+// GET_ROWS(REPEAT(RESHAPE(scale)), ids): how llama.cpp looks up a per-expert scale.
+static struct tsg_weight * scale_weight(const struct tsg_step * step, const struct ggml_tensor * node) {
+    if (node->op != GGML_OP_GET_ROWS || node->src[1] != step->ids || node->src[0]->op != GGML_OP_REPEAT ||
+        node->src[0]->src[0]->op != GGML_OP_RESHAPE) {
+        return NULL;
+    }
+    const struct ggml_tensor * table = node->src[0]->src[0]->src[0];
+    for (int32_t p = 0; p < step->layer->n_parts; p++) {
+        if (step->layer->weight[p].scale && strcmp(step->layer->weight[p].scale_name, table->name) == 0) {
+            return &step->layer->weight[p];
+        }
+    }
+    return NULL;
+}
+
+static const struct tsg_weight * read_by(const struct tsg_step * step, const struct ggml_tensor * node) {
+    const struct tsg_weight * w = matmul_weight(step, node);
+    w = w ? w : bias_weight(step, node);
+    return w ? w : scale_weight(step, node);
+}
+
+// A cut between a matmul and its scale or bias would cost their fusion.
+static int end_of_matmuls(const struct ggml_cgraph * graph, const struct tsg_step * step) {
+    int end = step->first + 1;
+    for (int i = step->first; i < step->end; i++) {
+        const struct ggml_tensor * node = graph->nodes[i];
+        if ((node->op == GGML_OP_MUL_MAT_ID || node->op == GGML_OP_ADD_ID) && node->src[2] == step->ids) {
+            end = i + 1;
+        } else if (node->op == GGML_OP_GET_ROWS && node->src[1] == step->ids) {
+            end = i + 2 < step->end ? i + 2 : step->end;  // with the multiplication by the scale
+        }
+    }
+    return end;
+}
+
+static int start_of_last_part(const struct ggml_cgraph * graph, const struct tsg_step * step) {
+    int first = graph->n_nodes;
+    for (int i = step->first; i < step->end; i++) {
+        const struct ggml_tensor * node = graph->nodes[i];
+        const struct tsg_weight *  w    = read_by(step, node);
+        if (w && w->part == step->layer->n_parts - 1) {
+            first = i < first ? i : first;
+        } else if (w && i > first) {
+            return step->first;
+        }
+        for (int j = step->first; w && node->op == GGML_OP_GET_ROWS && j < first; j++) {
+            if (graph->nodes[j] == node->src[0] && first < graph->n_nodes) {
+                return step->first;  // the table of scales is repeated before the matmul
+            }
+        }
+    }
+    return first < graph->n_nodes ? first : step->first;
+}
+
 // ---- finding ----
 
 static bool add_step(struct tsg_graph * g, struct tsg_step step) {
@@ -48,6 +130,10 @@ bool tsg_graph_scan(struct tsg_graph * g, struct tsg_pager * pager, struct ggml_
             return false;
         }
     }
+    for (int i = 0; i < g->n_steps; i++) {
+        g->steps[i].done = end_of_matmuls(graph, &g->steps[i]);
+        g->steps[i].down = start_of_last_part(graph, &g->steps[i]);
+    }
     return true;
 }
 
@@ -80,19 +166,6 @@ void tsg_graph_free(struct tsg_graph * g) {
     free(g->patches);
 }
 
-static struct tsg_weight * matmul_weight(const struct tsg_step * step, const struct ggml_tensor * node) {
-    if (node->op != GGML_OP_MUL_MAT_ID || node->src[2] != step->ids) {
-        return NULL;
-    }
-    struct tsg_weight * w = node->src[0]->extra;
-    for (int32_t p = 0; p < step->layer->n_parts; p++) {
-        if (w == &step->layer->weight[p]) {
-            return w;
-        }
-    }
-    return NULL;  // an adapter's matmul: keeps its own weights and the router's ids
-}
-
 bool tsg_graph_use_experts(struct tsg_graph * g, struct ggml_cgraph * graph, const struct tsg_step * step, struct ggml_tensor * const * weights) {
     for (int i = step->first; i < step->end; i++) {
         struct ggml_tensor * node = graph->nodes[i];
@@ -105,72 +178,6 @@ bool tsg_graph_use_experts(struct tsg_graph * g, struct ggml_cgraph * graph, con
         }
     }
     return true;
-}
-
-// ADD_ID(x, bias, ids) with the layer's own bias table.
-static struct tsg_weight * bias_weight(const struct tsg_step * step, const struct ggml_tensor * node) {
-    if (node->op != GGML_OP_ADD_ID || node->src[2] != step->ids) {
-        return NULL;
-    }
-    for (int32_t p = 0; p < step->layer->n_parts; p++) {
-        if (step->layer->weight[p].bias && strcmp(step->layer->weight[p].bias_name, node->src[1]->name) == 0) {
-            return &step->layer->weight[p];
-        }
-    }
-    return NULL;
-}
-
-// GET_ROWS(REPEAT(RESHAPE(scale)), ids): how llama.cpp looks up a per-expert scale.
-static struct tsg_weight * scale_weight(const struct tsg_step * step, const struct ggml_tensor * node) {
-    if (node->op != GGML_OP_GET_ROWS || node->src[1] != step->ids || node->src[0]->op != GGML_OP_REPEAT ||
-        node->src[0]->src[0]->op != GGML_OP_RESHAPE) {
-        return NULL;
-    }
-    const struct ggml_tensor * table = node->src[0]->src[0]->src[0];
-    for (int32_t p = 0; p < step->layer->n_parts; p++) {
-        if (step->layer->weight[p].scale && strcmp(step->layer->weight[p].scale_name, table->name) == 0) {
-            return &step->layer->weight[p];
-        }
-    }
-    return NULL;
-}
-
-int tsg_graph_end_of_matmuls(const struct ggml_cgraph * graph, const struct tsg_step * step) {
-    int end = step->first + 1;
-    for (int i = step->first; i < step->end; i++) {
-        const struct ggml_tensor * node = graph->nodes[i];
-        if ((node->op == GGML_OP_MUL_MAT_ID || node->op == GGML_OP_ADD_ID) && node->src[2] == step->ids) {
-            end = i + 1;
-        } else if (node->op == GGML_OP_GET_ROWS && node->src[1] == step->ids) {
-            end = i + 2 < step->end ? i + 2 : step->end;  // with the multiplication by the scale
-        }
-    }
-    return end;
-}
-
-static const struct tsg_weight * read_by(const struct tsg_step * step, const struct ggml_tensor * node) {
-    const struct tsg_weight * w = matmul_weight(step, node);
-    w = w ? w : bias_weight(step, node);
-    return w ? w : scale_weight(step, node);
-}
-
-int tsg_graph_last_part(const struct ggml_cgraph * graph, const struct tsg_step * step) {
-    int first = graph->n_nodes;
-    for (int i = step->first; i < step->end; i++) {
-        const struct ggml_tensor * node = graph->nodes[i];
-        const struct tsg_weight *  w    = read_by(step, node);
-        if (w && w->part == step->layer->n_parts - 1) {
-            first = i < first ? i : first;
-        } else if (w && i > first) {
-            return step->first;
-        }
-        for (int j = step->first; w && node->op == GGML_OP_GET_ROWS && j < first; j++) {
-            if (graph->nodes[j] == node->src[0] && first < graph->n_nodes) {
-                return step->first;  // the table of scales is repeated before the matmul
-            }
-        }
-    }
-    return first < graph->n_nodes ? first : step->first;
 }
 
 // The lookup keeps its three nodes, each now over slots instead of experts, so that it is right whether the backend fuses it or runs it.

@@ -8,6 +8,8 @@ struct tsg_step {
     struct tsg_layer *   layer;
     struct ggml_tensor * ids;    // router's choice, I32 [n_used, n_tokens], rows may be strided
     int                  first;  // first MUL_MAT_ID
+    int                  down;   // where the layer's last part comes into play: the first node that reads its weight, bias or scale; first = not to be told
+    int                  done;   // behind the last node that reads the layer's weights, and behind what ggml-cuda may fuse with it
     int                  end;    // first node of the next step
 };
 
@@ -36,14 +38,6 @@ bool tsg_graph_use_experts(struct tsg_graph * g, struct ggml_cgraph * graph, con
 // fuses matmul, scale, bias and activation only if they share one ids tensor. `repeats`, [TSG_MAX_PARTS], are F32 scratch of n_slots x tokens.
 bool tsg_graph_use_slots(struct tsg_graph * g, struct ggml_cgraph * graph, const struct tsg_step * step, const struct tsg_pool * pool,
                          struct ggml_tensor * slot_ids, struct ggml_tensor * const * repeats);
-
-// The node behind the last that reads the step's weights, and behind what ggml-cuda may fuse with it: a cut between a matmul and its scale or bias would
-// cost the last layer, which may see one token only, that fusion.
-int tsg_graph_end_of_matmuls(const struct ggml_cgraph * graph, const struct tsg_step * step);
-
-// Where the weights of the layer's last part (down) come into play: the first node of the step that reads them, their bias or their scale, or step->first
-// if they cannot be told from the others.
-int tsg_graph_last_part(const struct ggml_cgraph * graph, const struct tsg_step * step);
 
 void tsg_graph_restore(struct tsg_graph * g);
 void tsg_graph_free(struct tsg_graph * g);

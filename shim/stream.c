@@ -152,7 +152,7 @@ enum ggml_status tsg_stream_prefill(struct tsg_engine * e, struct ggml_cgraph * 
         }
         ggml_backend_event_wait(e->inner, e->event[TSG_EV_STAGE_READY + k]);
         ggml_backend_event_wait(e->inner, e->event[TSG_EV_SIDE_READY + k]);
-        done   = tsg_graph_end_of_matmuls(graph, &steps[i]);
+        done   = steps[i].done;
         status = tsg_engine_compute_range(e, graph, steps[i].first, done);
         if (status != GGML_STATUS_SUCCESS) {
             return status;

@@ -324,8 +324,7 @@ static void where_the_last_part_begins(void) {
         CHECK(tsg_graph_scan(&steps, rig.pager, graph.graph) && steps.n_steps == 2);
         for (int l = 0; l < 2; l++) {
             const struct tsg_step * step = &steps.steps[l];
-            const int               last = tsg_graph_last_part(graph.graph, step);
-            const int               end  = tsg_graph_end_of_matmuls(graph.graph, step);
+            const int               last = step->down, end = step->done;
             const int32_t           down = rig_n_parts(&spec) - 1;
             CHECK(graph.graph->nodes[last]->op == GGML_OP_MUL_MAT_ID && graph.graph->nodes[last]->src[0] == rig.paged.weight[l][down]);
             CHECK(step->first < last && last < end && end <= step->end);
