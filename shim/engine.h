@@ -22,7 +22,6 @@ enum tsg_event {
     TSG_N_EVENTS       = TSG_EV_SIDE_READY + 2,
 };
 
-#define TSG_MAX_PIECES  8
 #define TSG_MAX_REPLAYS 8  // captured graphs kept per context: llama.cpp changes its graph about every 256 tokens, and per batch shape
 
 // What a pager has on its CUDA device.
@@ -46,8 +45,7 @@ struct tsg_replay {
     uint64_t    epoch;
     uint64_t    used;  // engine->n_graphs when it was used last
     int64_t     rows;  // ids of its largest step
-    int         n_pieces;  // 0: seen once, runs uncaptured
-    tsg_cu_exec piece[TSG_MAX_PIECES];
+    tsg_cu_exec exec;  // NULL: seen once, runs uncaptured
     struct tsg_counts counts;  // lookups in pools that hold everything, per run
 };
 
@@ -73,8 +71,6 @@ struct tsg_engine {
     ggml_backend_event_t event[TSG_N_EVENTS];
     uint64_t             flip;       // see tsg_engine_compute_plain()
     struct tsg_replay    replays[TSG_MAX_REPLAYS];
-    struct tsg_replay *  recording;   // what is captured now, else NULL
-    struct tsg_replay    outgrown;    // whose pieces it takes over
     bool                 no_capture;  // it failed once
     int32_t              timed;       // the layer whose end was stamped last
 

@@ -10,13 +10,6 @@
 #define STEP_BLOCKS 32
 #define REST_BLOCKS 16
 
-// Layers in one CUDA graph: beyond some 1,200 kernels each of them starts a third of a microsecond later (H200, driver 580).
-#define PIECE_STEPS 32
-
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-
-static bool next_piece(struct tsg_engine * e);
-
 // ---- one graph ----
 
 static tsg_cu_event cu(ggml_backend_event_t event) {
@@ -79,15 +72,14 @@ static bool is_last_of_pool(const struct tsg_engine * e, int i) {
     return true;
 }
 
-// The nodes from *done to the layer's last matmul, with our kernels among them. `cut`: a new piece begins when the router has chosen; the bookkeeping of the
-// layer before is done by then.
-static enum ggml_status issue_step(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, bool publish, bool cut, int * done) {
+// The nodes from *done to the layer's last matmul, with our kernels among them.
+static enum ggml_status issue_step(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, bool publish, int * done) {
     enum ggml_status status = tsg_engine_compute_plain(e, graph, *done, step->first);
     if (status != GGML_STATUS_SUCCESS) {
         return status;
     }
     tsg_engine_shape_ids(e, step);
-    if ((cut && !next_piece(e)) || !launch_step(e, step) || !tsg_inner_waits(e, e->stream, TSG_EV_STEP_OUT) || !launch_commit(e, step, publish) ||
+    if (!launch_step(e, step) || !tsg_inner_waits(e, e->stream, TSG_EV_STEP_OUT) || !launch_commit(e, step, publish) ||
         !tsg_graph_use_slots(&e->graph, graph, step, tsg_engine_pool(e, step), e->slot_ids, e->repeats)) {
         return GGML_STATUS_FAILED;
     }
@@ -109,8 +101,6 @@ static enum ggml_status issue(struct tsg_engine * e, struct ggml_cgraph * graph,
     if (!tsg_profile_stamp(e, output, TSG_STAMP_BEGIN)) {
         return GGML_STATUS_FAILED;
     }
-    const int n_pieces  = MIN((e->graph.n_steps + PIECE_STEPS - 1) / PIECE_STEPS, TSG_MAX_PIECES);
-    const int per_piece = (e->graph.n_steps + n_pieces - 1) / n_pieces;
     for (int i = 0; i < e->graph.n_steps; i++) {
         const struct tsg_step * step = &e->graph.steps[i];
         if (tsg_engine_pool(e, step)->resident) {
@@ -122,7 +112,7 @@ static enum ggml_status issue(struct tsg_engine * e, struct ggml_cgraph * graph,
         if (ggml_nelements(step->ids) == 0) {
             continue;
         }
-        const enum ggml_status status = issue_step(e, graph, step, is_last_of_pool(e, i), i > 0 && i % per_piece == 0, &done);
+        const enum ggml_status status = issue_step(e, graph, step, is_last_of_pool(e, i), &done);
         if (status != GGML_STATUS_SUCCESS) {
             return status;
         }
@@ -142,24 +132,16 @@ static struct tsg_replay * find_replay(struct tsg_engine * e, uint64_t uid) {
     return NULL;
 }
 
-static void free_pieces(const struct tsg_engine * e, struct tsg_replay * replay) {
-    for (int i = 0; i < replay->n_pieces; i++) {
-        if (replay->piece[i]) {
-            e->pager->resident->cuda->exec_destroy(replay->piece[i]);
-        }
-    }
-    replay->n_pieces = 0;
-}
-
 // A place for a new graph: an empty one, or the one that was not used for longest.
 static struct tsg_replay * make_replay(struct tsg_engine * e, uint64_t uid) {
     struct tsg_replay * oldest = &e->replays[0];
     for (int i = 1; i < TSG_MAX_REPLAYS; i++) {
         oldest = e->replays[i].used < oldest->used ? &e->replays[i] : oldest;
     }
-    if (oldest->n_pieces) {
-        e->pager->resident->cuda->stream_synchronize(e->stream);
-        free_pieces(e, oldest);
+    if (oldest->exec) {
+        const struct tsg_cuda * cuda = e->pager->resident->cuda;
+        cuda->stream_synchronize(e->stream);
+        cuda->exec_destroy(oldest->exec);
     }
     *oldest = (struct tsg_replay) { .uid = uid, .epoch = e->pager->resident->epoch, .used = e->n_graphs };
     return oldest;
@@ -167,80 +149,50 @@ static struct tsg_replay * make_replay(struct tsg_engine * e, uint64_t uid) {
 
 static bool launch(struct tsg_engine * e, const struct tsg_replay * replay) {
     const struct tsg_cuda * cuda = e->pager->resident->cuda;
-    bool                    ok   = tsg_ours_waits(e, e->stream, TSG_EV_LAUNCH_IN);
-    for (int i = 0; i < replay->n_pieces && ok; i++) {
-        ok = tsg_cuda_ok(cuda, cuda->graph_launch(replay->piece[i], e->stream), "cuGraphLaunch");
-    }
-    return ok && tsg_inner_waits(e, e->stream, TSG_EV_LAUNCH_OUT);
+    return tsg_ours_waits(e, e->stream, TSG_EV_LAUNCH_IN) && tsg_cuda_ok(cuda, cuda->graph_launch(replay->exec, e->stream), "cuGraphLaunch") &&
+           tsg_inner_waits(e, e->stream, TSG_EV_LAUNCH_OUT);
 }
 
-// llama.cpp grows its graph every 256 tokens and then never comes back to the old one. Takes the pieces of that one, if the new one has its shape.
-static void take_outgrown(struct tsg_engine * e, const struct tsg_replay * replay) {
-    struct tsg_replay * last = NULL;
+// Makes a captured graph ready to launch. llama.cpp grows its graph every 256 tokens and then never comes back to the old one, so that one is rewritten if it
+// has the same shape and the driver can: it takes a fraction of the time.
+static bool make_exec(struct tsg_engine * e, struct tsg_replay * replay, tsg_cu_graph captured) {
+    const struct tsg_cuda * cuda = e->pager->resident->cuda;
+    struct tsg_replay *     last = NULL;
+    struct tsg_cu_update    info;
     for (int i = 0; i < TSG_MAX_REPLAYS; i++) {
         struct tsg_replay * other = &e->replays[i];
-        if (other->n_pieces && other->rows == replay->rows && other->epoch == replay->epoch && (!last || other->used > last->used)) {
+        if (other->exec && other->rows == replay->rows && other->epoch == replay->epoch && (!last || other->used > last->used)) {
             last = other;
         }
     }
-    e->outgrown = last ? *last : (struct tsg_replay) { 0 };
-    if (last) {
-        *last = (struct tsg_replay) { 0 };
+    if (last && cuda->exec_update && cuda->exec_update(last->exec, captured, &info) == 0) {
+        replay->exec = last->exec;
+        *last        = (struct tsg_replay) { 0 };
+        return true;
     }
-}
-
-// Makes a captured piece ready to launch. An outgrown one is rewritten where the driver can: that takes a fraction of the time.
-static bool make_piece(struct tsg_engine * e, struct tsg_replay * replay, tsg_cu_graph captured) {
-    const struct tsg_cuda * cuda = e->pager->resident->cuda;
-    const int               k    = replay->n_pieces;
-    struct tsg_cu_update    info;
-    if (k < e->outgrown.n_pieces && cuda->exec_update && cuda->exec_update(e->outgrown.piece[k], captured, &info) == 0) {
-        replay->piece[k]     = e->outgrown.piece[k];
-        e->outgrown.piece[k] = NULL;
-    } else if (!tsg_cuda_ok(cuda, cuda->graph_instantiate(&replay->piece[k], captured, 0), "cuGraphInstantiate")) {
-        return false;
-    }
-    replay->n_pieces++;
-    return true;
-}
-
-static bool begin_piece(struct tsg_engine * e) {
-    const struct tsg_cuda * cuda = e->pager->resident->cuda;
-    return tsg_cuda_ok(cuda, cuda->stream_begin_capture(e->stream, TSG_CU_CAPTURE_RELAXED), "cuStreamBeginCapture") &&
-           tsg_inner_waits(e, e->stream, TSG_EV_CAPTURE_IN);
-}
-
-// Also after a failure: a stream must not be left capturing.
-static bool end_piece(struct tsg_engine * e) {
-    const struct tsg_cuda * cuda     = e->pager->resident->cuda;
-    tsg_cu_graph            captured = NULL;
-    bool                    ok       = tsg_ours_waits(e, e->stream, TSG_EV_CAPTURE_OUT);
-    ok = tsg_cuda_ok(cuda, cuda->stream_end_capture(e->stream, &captured), "cuStreamEndCapture") && ok;
-    e->pager->notes.edges_moved += ok ? (uint64_t) tsg_edges_relax(cuda, captured) : 0;
-    ok = ok && make_piece(e, e->recording, captured);
-    if (captured) {
-        cuda->graph_destroy(captured);
-    }
-    return ok;
-}
-
-static bool next_piece(struct tsg_engine * e) {
-    return !e->recording || (end_piece(e) && begin_piece(e));
+    return tsg_cuda_ok(cuda, cuda->graph_instantiate(&replay->exec, captured, 0), "cuGraphInstantiate");
 }
 
 static bool capture(struct tsg_engine * e, struct ggml_cgraph * graph, struct tsg_replay * replay) {
-    take_outgrown(e, replay);
-    e->recording    = replay;
-    const bool done = begin_piece(e) && issue(e, graph, &replay->counts) == GGML_STATUS_SUCCESS;
-    const bool ok   = end_piece(e) && done;
-    e->recording    = NULL;
-    free_pieces(e, &e->outgrown);
-    if (ok) {
-        e->pager->notes.captures++;
-    } else {
-        free_pieces(e, replay);
+    const struct tsg_cuda * cuda     = e->pager->resident->cuda;
+    tsg_cu_graph            captured = NULL;
+    if (!tsg_cuda_ok(cuda, cuda->stream_begin_capture(e->stream, TSG_CU_CAPTURE_RELAXED), "cuStreamBeginCapture")) {
+        return false;
+    }
+    bool ok = tsg_inner_waits(e, e->stream, TSG_EV_CAPTURE_IN) && issue(e, graph, &replay->counts) == GGML_STATUS_SUCCESS &&
+              tsg_ours_waits(e, e->stream, TSG_EV_CAPTURE_OUT);
+    ok      = tsg_cuda_ok(cuda, cuda->stream_end_capture(e->stream, &captured), "cuStreamEndCapture") && ok;
+    e->pager->notes.edges_moved += ok ? (uint64_t) tsg_edges_relax(cuda, captured) : 0;
+    ok = ok && make_exec(e, replay, captured);
+    if (captured) {
+        cuda->graph_destroy(captured);
+    }
+    if (!ok) {
+        replay->exec  = NULL;
         e->no_capture = true;
         e->pager->notes.capture_failed++;
+    } else {
+        e->pager->notes.captures++;
     }
     return ok;
 }
@@ -280,7 +232,7 @@ bool tsg_resident_replay(struct tsg_engine * e, struct ggml_cgraph * graph) {
         return false;
     }
     struct tsg_replay * replay = find_replay(e, graph->uid);
-    if (!replay || !replay->n_pieces || !tsg_cuda_enter(r->cuda) || !tsg_resident_to_device(e->pager) || replay->rows > r->free_rows || !launch(e, replay)) {
+    if (!replay || !replay->exec || !tsg_cuda_enter(r->cuda) || !tsg_resident_to_device(e->pager) || replay->rows > r->free_rows || !launch(e, replay)) {
         return false;
     }
     struct tsg_counts * counts = &e->pager->counts[TSG_DECODE];
@@ -349,7 +301,9 @@ void tsg_resident_engine_free(struct tsg_engine * e) {
     }
     tsg_resident_engine_wait(e);
     for (int i = 0; i < TSG_MAX_REPLAYS; i++) {
-        free_pieces(e, &e->replays[i]);
+        if (e->replays[i].exec) {
+            r->cuda->exec_destroy(e->replays[i].exec);
+        }
     }
     for (size_t i = 0; i < sizeof(e->event) / sizeof(e->event[0]); i++) {
         ggml_backend_event_free(e->event[i]);

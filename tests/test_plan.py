@@ -110,11 +110,12 @@ def test_auto_leaves_room_for_the_rest_and_a_reserve(facts: ModelFacts) -> None:
 
 def test_prefill_batches_are_large_where_memory_allows(facts: ModelFacts) -> None:
     assert pick_ubatch(facts, CPU) == 512
-    assert pick_ubatch(facts, GPU) == 2048
+    assert pick_ubatch(facts, GPU) == 4096
+    assert pick_ubatch(facts, replace(GPU, free=16 * compute_bytes(facts, 4096) - 1)) == 2048
     assert pick_ubatch(facts, replace(GPU, free=16 * compute_bytes(facts, 1024))) == 1024
     assert pick_ubatch(facts, replace(GPU, free=16 * compute_bytes(facts, 1024) - 1)) == 512
     assert pick_ubatch(facts, replace(GPU, free=0)) == 512
-    assert plan(facts, "50%").n_ubatch == 2048
+    assert plan(facts, "50%").n_ubatch == 4096
     assert make_plan(facts, CacheSpec.parse("50%"), GPU, n_ctx=256, n_ubatch=7).n_ubatch == 7
     assert "prefill in batches of 2048 tokens" in plan(facts, "50%").lines()[1]
 

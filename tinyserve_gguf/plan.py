@@ -16,7 +16,7 @@ from tinyserve_gguf.facts import LayoutGroup, ModelFacts
 MIB = 1 << 20
 GIB = 1 << 30
 UBATCH_CPU = 512
-UBATCHES_GPU = (2048, 1024, 512)
+UBATCHES_GPU = (4096, 2048, 1024, 512)
 _UNITS = {"": 1, "K": 1 << 10, "M": MIB, "G": GIB}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG])(?:i?B)?", re.IGNORECASE)
 
