@@ -117,7 +117,7 @@ def test_prefill_batches_are_large_where_memory_allows(facts: ModelFacts) -> Non
     assert pick_ubatch(facts, replace(GPU, free=0)) == 512
     assert plan(facts, "50%").n_ubatch == 4096
     assert make_plan(facts, CacheSpec.parse("50%"), GPU, n_ctx=256, n_ubatch=7).n_ubatch == 7
-    assert "prefill in batches of 2048 tokens" in plan(facts, "50%").lines()[1]
+    assert "prefill in batches of 4096 tokens" in plan(facts, "50%").lines()[1]
 
 
 def test_keys_and_values_are_counted_from_the_projections(facts: ModelFacts) -> None:
