@@ -24,24 +24,41 @@ static tsg_cu_ptr device_array(struct tsg_cuda * cuda, size_t size) {
     return ptr;
 }
 
-static bool make_pool(struct tsg_resident * r, const struct tsg_pool * pool, int32_t index) {
+// An array of a pool's bookkeeping on both sides.
+struct array {
+    void ** device;
+    void *  host;
+    size_t  bytes;
+};
+
+enum { N_ARRAYS = 6 };
+
+static void list_arrays(struct tsg_dev_pool * m, struct tsg_slots * s, struct array arrays[N_ARRAYS]) {
+    const size_t n = (size_t) s->n_experts, slots = (size_t) s->n_slots;
+    arrays[0] = (struct array) { (void **) &m->slot_of, s->slot_of, n * sizeof(int32_t) };
+    arrays[1] = (struct array) { (void **) &m->expert_in, s->expert_in, slots * sizeof(int32_t) };
+    arrays[2] = (struct array) { (void **) &m->pinned, s->pinned, n * sizeof(bool) };
+    arrays[3] = (struct array) { (void **) &m->use, s->use, n * sizeof(struct tsg_use) };
+    arrays[4] = (struct array) { (void **) &m->hits, s->hits, n * sizeof(uint64_t) };
+    arrays[5] = (struct array) { (void **) &m->misses, s->misses, n * sizeof(uint64_t) };
+}
+
+static bool make_pool(struct tsg_resident * r, struct tsg_pool * pool, int32_t index) {
     struct tsg_cuda *     cuda = r->cuda;
     struct tsg_dev_pool * m    = &r->pool[index];
-    const size_t n = (size_t) pool->n_experts, slots = (size_t) pool->n_slots;
-    m->slot_of   = (int32_t *) device_array(cuda, n * sizeof(int32_t));
-    m->expert_in = (int32_t *) device_array(cuda, slots * sizeof(int32_t));
-    m->pinned    = (uint8_t *) device_array(cuda, n);
-    m->use       = (struct tsg_use *) device_array(cuda, n * sizeof(struct tsg_use));
-    m->hits      = (uint64_t *) device_array(cuda, n * sizeof(uint64_t));
-    m->misses    = (uint64_t *) device_array(cuda, n * sizeof(uint64_t));
-    m->state     = (struct tsg_dev_state *) device_array(cuda, sizeof(struct tsg_dev_state));
-    m->period    = pool->slots.period;
-    m->n_slots   = pool->n_slots;
-    if (!m->slot_of || !m->expert_in || !m->pinned || !m->use || !m->hits || !m->misses || !m->state) {
-        return false;
+    struct array          arrays[N_ARRAYS];
+    list_arrays(m, &pool->slots, arrays);
+    for (int i = 0; i < N_ARRAYS; i++) {
+        *arrays[i].device = (void *) device_array(cuda, arrays[i].bytes);
+        if (!*arrays[i].device) {
+            return false;
+        }
     }
+    m->state   = (struct tsg_dev_state *) device_array(cuda, sizeof(struct tsg_dev_state));
+    m->period  = pool->slots.period;
+    m->n_slots = pool->n_slots;
     tsg_cu_ptr page = 0;
-    if (!tsg_cuda_ok(cuda, cuda->host_alloc((void **) &r->page[index], sizeof(struct tsg_dev_counts), TSG_CU_HOST_ALLOC_MAPPED), "cuMemHostAlloc") ||
+    if (!m->state || !tsg_cuda_ok(cuda, cuda->host_alloc((void **) &r->page[index], sizeof(struct tsg_dev_counts), TSG_CU_HOST_ALLOC_MAPPED), "cuMemHostAlloc") ||
         !tsg_cuda_ok(cuda, cuda->host_device_ptr(&page, r->page[index], 0), "cuMemHostGetDevicePointer")) {
         return false;
     }
@@ -83,13 +100,15 @@ void tsg_resident_free(struct tsg_pager * pager) {
     }
     tsg_cuda_enter(r->cuda);
     for (int32_t i = 0; i < pager->n_pools; i++) {
-        const struct tsg_dev_pool * m = &r->pool[i];
-        const tsg_cu_ptr arrays[] = { (tsg_cu_ptr) m->slot_of, (tsg_cu_ptr) m->expert_in, (tsg_cu_ptr) m->pinned, (tsg_cu_ptr) m->use,
-                                      (tsg_cu_ptr) m->hits,    (tsg_cu_ptr) m->misses,    (tsg_cu_ptr) m->state };
-        for (size_t a = 0; a < sizeof(arrays) / sizeof(arrays[0]); a++) {
-            if (arrays[a]) {
-                r->cuda->memory_free(arrays[a]);
+        struct array arrays[N_ARRAYS];
+        list_arrays(&r->pool[i], &pager->pools[i].slots, arrays);
+        for (int a = 0; a < N_ARRAYS; a++) {
+            if (*arrays[a].device) {
+                r->cuda->memory_free((tsg_cu_ptr) *arrays[a].device);
             }
+        }
+        if (r->pool[i].state) {
+            r->cuda->memory_free((tsg_cu_ptr) r->pool[i].state);
         }
         if (r->page[i]) {
             r->cuda->host_free(r->page[i]);
@@ -172,13 +191,12 @@ void tsg_resident_to_host(struct tsg_pager * pager) {
         struct tsg_slots *    s = &pager->pools[i].slots;
         struct tsg_dev_pool * m = &r->pool[i];
         struct tsg_dev_state  d;
-        const size_t          n = (size_t) s->n_experts;
-        ok = tsg_cuda_ok(r->cuda, r->cuda->copy_to_host(&d, (tsg_cu_ptr) m->state, sizeof(d)), "cuMemcpyDtoH") &&
-             tsg_cuda_ok(r->cuda, r->cuda->copy_to_host(s->slot_of, (tsg_cu_ptr) m->slot_of, n * sizeof(int32_t)), "cuMemcpyDtoH") &&
-             tsg_cuda_ok(r->cuda, r->cuda->copy_to_host(s->expert_in, (tsg_cu_ptr) m->expert_in, (size_t) s->n_slots * sizeof(int32_t)), "cuMemcpyDtoH") &&
-             tsg_cuda_ok(r->cuda, r->cuda->copy_to_host(s->use, (tsg_cu_ptr) m->use, n * sizeof(struct tsg_use)), "cuMemcpyDtoH") &&
-             tsg_cuda_ok(r->cuda, r->cuda->copy_to_host(s->hits, (tsg_cu_ptr) m->hits, n * sizeof(uint64_t)), "cuMemcpyDtoH") &&
-             tsg_cuda_ok(r->cuda, r->cuda->copy_to_host(s->misses, (tsg_cu_ptr) m->misses, n * sizeof(uint64_t)), "cuMemcpyDtoH");
+        struct array          arrays[N_ARRAYS];
+        list_arrays(m, s, arrays);
+        ok = tsg_cuda_ok(r->cuda, r->cuda->copy_to_host(&d, (tsg_cu_ptr) m->state, sizeof(d)), "cuMemcpyDtoH");
+        for (int a = 0; a < N_ARRAYS && ok; a++) {
+            ok = tsg_cuda_ok(r->cuda, r->cuda->copy_to_host(arrays[a].host, (tsg_cu_ptr) *arrays[a].device, arrays[a].bytes), "cuMemcpyDtoH");
+        }
         s->n_used      = d.n_used;
         s->n_protected = d.n_protected;
         s->clock       = d.clock;
@@ -198,9 +216,8 @@ bool tsg_resident_to_device(struct tsg_pager * pager) {
         if (pager->pools[i].resident) {
             continue;
         }
-        const struct tsg_slots * s = &pager->pools[i].slots;
-        const struct tsg_dev_pool * m = &r->pool[i];
-        const size_t n = (size_t) s->n_experts;
+        struct tsg_slots *    s = &pager->pools[i].slots;
+        struct tsg_dev_pool * m = &r->pool[i];
         const struct tsg_dev_state state = {
             .clock       = s->clock,
             .policy      = (int32_t) s->policy,
@@ -210,14 +227,15 @@ bool tsg_resident_to_device(struct tsg_pager * pager) {
             .counts      = *r->page[i],
         };
         r->free_rows   = s->n_slots - s->n_pinned < r->free_rows ? s->n_slots - s->n_pinned : r->free_rows;
-        if (!tsg_cuda_ok(r->cuda, r->cuda->copy_to_device((tsg_cu_ptr) m->state, &state, sizeof(state)), "cuMemcpyHtoD") ||
-            !tsg_cuda_ok(r->cuda, r->cuda->copy_to_device((tsg_cu_ptr) m->slot_of, s->slot_of, n * sizeof(int32_t)), "cuMemcpyHtoD") ||
-            !tsg_cuda_ok(r->cuda, r->cuda->copy_to_device((tsg_cu_ptr) m->expert_in, s->expert_in, (size_t) s->n_slots * sizeof(int32_t)), "cuMemcpyHtoD") ||
-            !tsg_cuda_ok(r->cuda, r->cuda->copy_to_device((tsg_cu_ptr) m->pinned, s->pinned, n), "cuMemcpyHtoD") ||
-            !tsg_cuda_ok(r->cuda, r->cuda->copy_to_device((tsg_cu_ptr) m->use, s->use, n * sizeof(struct tsg_use)), "cuMemcpyHtoD") ||
-            !tsg_cuda_ok(r->cuda, r->cuda->copy_to_device((tsg_cu_ptr) m->hits, s->hits, n * sizeof(uint64_t)), "cuMemcpyHtoD") ||
-            !tsg_cuda_ok(r->cuda, r->cuda->copy_to_device((tsg_cu_ptr) m->misses, s->misses, n * sizeof(uint64_t)), "cuMemcpyHtoD")) {
+        if (!tsg_cuda_ok(r->cuda, r->cuda->copy_to_device((tsg_cu_ptr) m->state, &state, sizeof(state)), "cuMemcpyHtoD")) {
             return false;
+        }
+        struct array arrays[N_ARRAYS];
+        list_arrays(m, s, arrays);
+        for (int a = 0; a < N_ARRAYS; a++) {
+            if (!tsg_cuda_ok(r->cuda, r->cuda->copy_to_device((tsg_cu_ptr) *arrays[a].device, arrays[a].host, arrays[a].bytes), "cuMemcpyHtoD")) {
+                return false;
+            }
         }
     }
     r->on_device = true;
