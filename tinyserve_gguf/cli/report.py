@@ -1,4 +1,4 @@
-"""Files that results go to: `--stats-json` of chat, `--output` of bench."""
+"""Files that results go to: `--stats-json` of chat, `--output` and `--plot` of bench."""
 
 from __future__ import annotations
 
@@ -31,8 +31,12 @@ class OutputFile:
 
     def write_text(self, text: str) -> None:
         """Write and put in place in one step; a failure leaves an earlier file as it was."""
+        self.write_bytes(text.encode())
+
+    def write_bytes(self, data: bytes) -> None:
+        """The same for what is no text."""
         try:
-            self._part.write_text(text, "utf-8")
+            self._part.write_bytes(data)
             self._part.replace(self._path)
         except OSError as error:
             raise self._refusal(error) from None
