@@ -77,7 +77,9 @@ def read_attention(architecture: str, metadata: Mapping[str, object], tensors: C
 
 def _keeps_length(architecture: str, scaling: object, number: Callable[..., float]) -> bool:
     """Whether the factors by which llama_context's constructor and ggml scale a rotated vector cancel out."""
-    if number("rope.scaling.attn_factor", 1.0) != 1 or number("rope.scaling.yarn_ext_factor") or number("rope.scaling.yarn_attn_factor"):
+    if number("rope.scaling.attn_factor", 1.0) != 1:
+        return False
+    if architecture == "grok" and (number("rope.scaling.yarn_ext_factor") > 0 or number("rope.scaling.yarn_attn_factor", 1.0) not in (-1, 1)):
         return False
     if scaling != "yarn" or number("rope.scaling.factor", 1.0) <= 1:
         return True

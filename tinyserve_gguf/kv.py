@@ -39,8 +39,13 @@ KV_TYPES = {
 }
 FLASH_ATTENTION = ("auto", "on", "off")
 
+# Architectures whose keys, once moved by llama.cpp, were found equal to those computed at the new positions. With others it rotates keys of layers
+# that have no rotary embedding, or keys that are normalised after it, or aborts the process because no layer is left to rotate.
+_SHIFTS = frozenset(
+    "arctic bailingmoe bailingmoe2 dbrx deepseek deepseek2 dots1 ernie4_5 ernie4_5-moe gemma4 gpt-oss grok grovemoe hy_v3 kimi-k3 kimi-linear "  # noqa: SIM905
+    "llama mimo2 minicpm minimax-01 minimax-m2 minimax-m3 mistral3 mistral4 nemotron_h_moe olmoe phimoe qwen2moe qwen3moe qwen3next refact".split()
+)
 _NO_MIDDLE = frozenset({"deepseek4"})  # llama_kv_cache_dsv4 removes tokens at the end only
-_NO_SHIFT = frozenset({"step35"})  # llama_kv_cache::get_can_shift
 _NO_FLASH = frozenset({"grok"})  # llama_init_from_model turns it off
 
 # (key length, value length, type of keys, type of values) -> whether the device has a kernel for flash attention over such heads
@@ -133,8 +138,8 @@ def why_no_shift(attention: Attention, keys: str, has_cast: Callable[[KvType, in
     turns keys of a type and length into F32."""
     if attention.is_mrope:
         return "M-RoPE positions cannot move"
-    if attention.architecture in _NO_SHIFT:
-        return "llama.cpp cannot rotate the keys of this model again"
+    if attention.architecture not in _SHIFTS:
+        return f"llama.cpp is not known to rotate the keys of {attention.architecture} rightly"
     if not attention.rope_keeps_length:
         return "this model scales keys when it rotates them, and llama.cpp would scale them again at every move"
     if keys == "bf16":
