@@ -40,6 +40,7 @@ class FakeConversation:
         self, _model: object = None, system: str | None = None, *, keep_system: bool = False, during: Callable[[], None] | None = None
     ) -> None:
         self.keep_system = keep_system
+        self.n_sinks = 12
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         self.last: Any = None
         self.asked: list[tuple[str, int, Any]] = []

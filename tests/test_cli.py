@@ -19,10 +19,10 @@ from cli_fakes import FakeConversation, FakeModel, fake_modules
 from click.testing import CliRunner, Result
 from processes import error_line
 
-from tinyserve_gguf import Sampling, errors
+from tinyserve_gguf import Sampling, errors, kv, window
 from tinyserve_gguf.cli import COMMANDS, main
 from tinyserve_gguf.cli.chat import chat as chat_command
-from tinyserve_gguf.cli.options import SAMPLING
+from tinyserve_gguf.cli.options import DEFAULT_WINDOW, FLASH_ATTENTION, KV_TYPES, SAMPLING
 from tinyserve_gguf.cli.report import StatsFile
 
 conversations: list[FakeConversation] = []
@@ -71,6 +71,12 @@ def test_defaults(loaded: list[FakeModel]) -> None:
     assert sampling == Sampling()
 
 
+def test_lists_of_options_are_those_of_the_library() -> None:
+    assert tuple(kv.KV_TYPES) == KV_TYPES
+    assert FLASH_ATTENTION == kv.FLASH_ATTENTION
+    assert DEFAULT_WINDOW == window.DEFAULT_WINDOW
+
+
 def test_sampling_defaults_in_help_are_those_of_sampling() -> None:
     shown = {p.name: p.default for p in chat_command.params if p.name in SAMPLING}
     assert shown == {f.name: f.default for f in dataclasses.fields(Sampling) if f.name in SAMPLING}
@@ -100,11 +106,27 @@ def test_every_option_arrives(loaded: list[FakeModel]) -> None:
         ("--expert-cache 12", "expert_cache", "12"),
         ("--expert-cache 6GiB", "expert_cache", "6GiB"),
         ("--device CUDA0", "device", "CUDA0"),
+        ("--window", "window", 2048),
+        ("--window -n 4", "window", 2048),
+        ("--window=64", "window", 64),
+        ("--window 64 --sinks 0", "sinks", 0),
+        ("--kv-type iq4_nl", "kv_type", "iq4_nl"),
+        ("--kv-type-v bf16", "kv_type_v", "bf16"),
+        ("--flash-attn off", "flash_attn", "off"),
     ],
 )
 def test_spellings(loaded: list[FakeModel], spelling: str, name: str | None, value: object) -> None:
     assert run("chat", "m", "-p", "x", *spelling.split()).exit_code == 0
     assert (loaded[0].options[name] if name else conversations[0].asked[0][1]) == value
+
+
+@pytest.mark.usefixtures("loaded")
+def test_keep_system_says_what_stays() -> None:
+    result = run("chat", "m", "-p", "x", "--window", "--system", "S", "--keep-system")
+    assert conversations[0].keep_system
+    assert "system prompt: stays in the window, 12 sinks\n" in result.stderr
+    run("chat", "m", "-p", "x", "--window", "--system", "S")
+    assert not conversations[1].keep_system
 
 
 @pytest.mark.usefixtures("loaded")
@@ -156,6 +178,14 @@ def test_lines_of_stdin_are_turns() -> None:
         ("m --expert-cache some", "--expert-cache"),
         ("m --expert-cache -3", "--expert-cache"),
         ("m --device CPU,CUDA0", "--device"),
+        ("m --window 1", "--window"),
+        ("--window m", "write --window after MODEL, or --window=N"),
+        ("m --sinks -1", "--sinks"),
+        ("m --kv-type q6_k", "iq4_nl"),
+        ("m --kv-type-v Q8_0x", "--kv-type-v"),
+        ("m --flash-attn yes", "auto"),
+        ("m --system S --keep-system", "--keep-system needs --window"),
+        ("m -p x --window --keep-system", "give --system TEXT"),
         ("m --nope", "--nope"),
         ("m more", "more"),
         ("m -p", "-p"),

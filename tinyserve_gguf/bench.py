@@ -161,7 +161,7 @@ class Bench:
                 "link_gbps": self.link / 1e9 or None,
                 "n_ubatch": self._n_ubatch,
                 "n_threads": self._threads,
-                "n_ctx": options.n_ctx,
+                "n_ctx": options.n_ctx if 0 in options.windows or options.baseline else max(options.windows),
                 "repeat": options.repeat,
                 "warmup": options.warmup,
                 "seed": options.seed,

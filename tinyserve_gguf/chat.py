@@ -39,6 +39,11 @@ class Conversation:
         self.last: ReplyStats | None = None
         self.reset()
 
+    @property
+    def n_sinks(self) -> int:
+        """Tokens at the beginning that never leave the window; 0 without one."""
+        return self._session.n_sinks
+
     def reset(self) -> None:
         """Forget every turn; the system prompt stays."""
         self.messages = [{"role": "system", "content": self._system}] if self._system else []

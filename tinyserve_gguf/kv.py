@@ -90,6 +90,10 @@ class KvOptions:
 def check_kv(attention: Attention, kv: KvOptions, device: str, has_flash: HasFlash) -> bool:
     """Whether flash attention will be used. OptionError, with the reason and a way out, if these types do not go with the model or the device."""
     arch = attention.architecture
+    if not attention.is_cached:
+        if kv != KvOptions():
+            raise OptionError(f"{arch} keeps a recurrent state and no KV cache: drop --kv-type and --flash-attn")
+        return False
     if kv.k != kv.v and (attention.is_mla or arch in _NO_MIDDLE):
         raise OptionError(f"{arch} keeps one row for keys and values (MLA), so both have one type: give --kv-type {kv.k} without --kv-type-v")
     for what, option, name, lengths in (
@@ -106,7 +110,7 @@ def check_kv(attention: Attention, kv: KvOptions, device: str, has_flash: HasFla
         if need:
             raise OptionError(f"llama.cpp has no flash attention for {arch}: {need} cannot be; give --kv-type-v f16 and drop --flash-attn")
         return False
-    if kv.flash == "off" or not attention.is_cached:
+    if kv.flash == "off":
         return False
     pairs = zip(attention.key_lengths, attention.value_lengths, strict=True)
     missing = next(((k, v) for k, v in pairs if not has_flash(k, v, kv.keys, kv.values)), None)

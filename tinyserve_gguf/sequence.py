@@ -19,14 +19,12 @@ class TokenSequence:
         self.context = context
         self.rolling = rolling
         self._counts = counts
-        self._sinks = rolling.window.sinks if rolling else 0
-        self._track = Track(self._sinks)
+        self.window = rolling.window if rolling else None  # with as many sinks as there are now
+        self._track = self._empty()
         self._whole = True  # False while cache and track may differ
 
-    @property
-    def window(self) -> Window | None:
-        """The window with as many sinks as there are now."""
-        return Window(self.rolling.window.size, self._sinks) if self.rolling else None
+    def _empty(self) -> Track:
+        return Track(self.window.sinks if self.window else 0)
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -44,12 +42,11 @@ class TokenSequence:
         return self.rolling is None and self._track.n_held >= self.context.n_ctx
 
     def set_sinks(self, n: int) -> None:
-        """From now on the first `n` tokens stay. OptionError if they are more than half of the window. What is held is forgotten, if it is not so
-        already that they stayed."""
-        if self.rolling is None or n == self._sinks:
+        """From now on the first `n` tokens stay. OptionError if they are more than half of the window. What is held is forgotten if some of it has
+        left already."""
+        if self.window is None or n == self.window.sinks:
             return
-        Window(self.rolling.window.size, n)
-        self._sinks = n
+        self.window = Window(self.window.size, n)
         if self._track.lost:
             self.clear()
         self._track.sinks = n
@@ -58,7 +55,7 @@ class TokenSequence:
         """Forget everything."""
         self._whole = False
         self.context.clear()
-        self._track = Track(self._sinks)
+        self._track = self._empty()
         self._whole = True
 
     def common(self, tokens: Sequence[int]) -> int:
@@ -69,8 +66,7 @@ class TokenSequence:
         """Forget what follows the first `n` tokens; returns how many are left, fewer where the memory cannot be cut there."""
         if not self._whole:
             self.clear()
-        window = self.window
-        n = self._track.reachable(min(n, self.n_tokens), window.size // 2 if window else 0)
+        n = self._track.reachable(min(n, self.n_tokens), self.window.size // 2 if self.window else 0)
         self._whole = False
         if self.context.keep(self._track.cut(n)):
             self._whole = True
@@ -80,8 +76,7 @@ class TokenSequence:
 
     def step(self, most: int) -> int:
         """How many tokens to append next, `most` at once."""
-        window = self.window
-        return window.step(self._track.n_held, most) if window else most
+        return self.window.step(self._track.n_held, most) if self.window else most
 
     def append(self, tokens: Sequence[int], *, want_logits: bool) -> None:
         """Compute `tokens`, at most as many as `step` gave; those that they push out leave first. ContextFullError without a window."""

@@ -50,6 +50,11 @@ class Session:
         """Tokens in the KV cache. With a window these are the sinks and the newest ones."""
         return self._sequence.held
 
+    @property
+    def n_sinks(self) -> int:
+        """Tokens at the beginning that never leave the window; 0 without one."""
+        return self._sequence.window.sinks if self._sequence.window else 0
+
     def set_sinks(self, n: int) -> None:
         """Let the first `n` tokens stay when others leave. OptionError without a window, or if they would be more than half of it."""
         if self._rolling is None:

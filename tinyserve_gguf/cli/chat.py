@@ -70,6 +70,8 @@ def chat(model: str, prompt: str | None, system: str | None, keep_system: bool, 
 
         with abort_shown(model):
             conversation = Conversation(loaded, system, keep_system=keep_system)
+        if keep_system:
+            click.echo(click.style(f"system prompt: stays in the window, {conversation.n_sinks} sinks", dim=True), err=True)
         if sys.stderr is not None and sys.stderr.isatty():
             conversation.on_thought = show_thought
         repl = Repl(

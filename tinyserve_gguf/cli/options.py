@@ -78,6 +78,18 @@ class TokenLimit(click.IntRange):
         return number
 
 
+class WindowSize(click.IntRange):
+    """Tokens. The option's value may be left out, so what follows it may be another argument."""
+
+    def __init__(self) -> None:
+        super().__init__(min=2, max=INT32_MAX)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if not str(value).lstrip("-").isdecimal():
+            self.fail(f"{value!r} is no number of tokens: write --window after MODEL, or --window=N", param, ctx)
+        return int(super().convert(value, param, ctx))
+
+
 expert_cache_option = click.option(
     "--expert-cache",
     type=ExpertCache(),
@@ -107,7 +119,7 @@ ctx_size_option = click.option(
 )
 window_option = click.option(
     "--window",
-    type=click.IntRange(2, INT32_MAX),
+    type=WindowSize(),
     is_flag=False,
     flag_value=DEFAULT_WINDOW,
     metavar="[W]",
