@@ -77,7 +77,7 @@ def plan_window(facts: ModelFacts, window: Window, kv: KvOptions, device: Device
 
 def plan_context(facts: ModelFacts, spec: ContextSpec, device: Device, *, n_ubatch: int, n_threads: int) -> ContextPlan:
     """OptionError if the spec does not go with the model or the device."""
-    flash = uses_flash(facts, spec.kv, device)
+    lines = [] if spec.kv == KvOptions() else [f"KV cache: {spec.kv.line(uses_flash(facts, spec.kv, device))}"]
     options = ContextOptions(
         n_ctx=spec.length(facts),
         n_batch=n_ubatch,
@@ -87,7 +87,6 @@ def plan_context(facts: ModelFacts, spec: ContextSpec, device: Device, *, n_ubat
         type_k=spec.kv.keys.type_id,
         type_v=spec.kv.values.type_id,
     )
-    lines = [] if spec.kv == KvOptions() else [f"KV cache: {spec.kv.line(flash)}"]
     rolling = None
     if spec.window:
         rolling, text = plan_window(facts, spec.window, spec.kv, device)

@@ -42,8 +42,9 @@ FLASH_ATTENTION = ("auto", "on", "off")
 # Architectures whose keys, once moved by llama.cpp, were found equal to those computed at the new positions. With others it rotates keys of layers
 # that have no rotary embedding, or keys that are normalised after it, or aborts the process because no layer is left to rotate.
 _SHIFTS = frozenset(
-    "arctic bailingmoe bailingmoe2 dbrx deepseek deepseek2 dots1 ernie4_5 ernie4_5-moe gemma4 gpt-oss grok grovemoe hy_v3 kimi-k3 kimi-linear "  # noqa: SIM905
-    "llama mimo2 minicpm minimax-01 minimax-m2 minimax-m3 mistral3 mistral4 nemotron_h_moe olmoe phimoe qwen2moe qwen3moe qwen3next refact".split()
+    "arctic bailingmoe bailingmoe2 dbrx deepseek deepseek2 dots1 ernie4_5 ernie4_5-moe gemma4 glm4moe gpt-oss "  # noqa: SIM905
+    "grok grovemoe hy_v3 kimi-k3 kimi-linear lfm2moe llama mimo2 minicpm minimax-01 minimax-m2 "
+    "minimax-m3 mistral3 mistral4 nemotron_h_moe olmoe phimoe qwen2moe qwen3moe qwen3next refact".split()
 )
 _NO_MIDDLE = frozenset({"deepseek4"})  # llama_kv_cache_dsv4 removes tokens at the end only
 _NO_FLASH = frozenset({"grok"})  # llama_init_from_model turns it off
