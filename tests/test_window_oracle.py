@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tinyserve_gguf import Model, Sampling, load, read_facts
+from tinyserve_gguf import Model, OptionError, Sampling, load, read_facts
 from tinyserve_gguf._llama import NativeContext, NativeModel
 from tinyserve_gguf.kv import KV_TYPES, why_no_shift
 
@@ -182,21 +182,24 @@ def test_yarn_scales_keys_at_every_move(model_file: ModelFile, name: str) -> Non
 
 # ---- the matrix -----------------------------------------------------------------------------------------------------------------------------
 
-SHIFTS = {
-    "qwen3moe": {"f16", "q8_0", "q4_0"},  # grouped-query attention
-    "gpt-oss": {"f16", "q8_0", "q4_0"},  # sliding window in every other block
-    "gemma4": {"f16", "q8_0", "q4_0"},
-    "deepseek2": {"f16"},  # MLA: a part of each key is rotated
-    "qwen35moe": set[str](),  # M-RoPE, recurrent
-    "nemotron_h_moe": {"f16", "q8_0", "q4_0"},  # recurrent, no rotary embedding
+ALL = {"f16", "q8_0", "q4_0"}
+MATRIX: dict[str, tuple[str, dict[str, object], set[str]]] = {  # architecture, changes, types of keys whose positions move
+    "grouped-query attention": ("qwen3moe", {}, ALL),
+    "sliding window in every other block": ("gpt-oss", {}, ALL),
+    "the same with YaRN": ("gpt-oss", {"more": YARN}, set()),
+    "sliding window, other heads": ("gemma4", {}, ALL),
+    "MLA": ("deepseek2", {}, {"f16"}),
+    "M-RoPE, recurrent hybrid": ("qwen35moe", {}, set()),
+    "recurrent hybrid": ("nemotron_h_moe", {}, ALL),
 }
 
 
 @pytest.mark.parametrize("keys", ["f16", "q8_0", "q4_0"])
-@pytest.mark.parametrize("name", SHIFTS)
-def test_matrix(model_file: ModelFile, name: str, keys: str) -> None:
+@pytest.mark.parametrize("kind", MATRIX)
+def test_matrix(model_file: ModelFile, kind: str, keys: str) -> None:
     """Four windows of tokens, read and generated: moved where that is right, positions kept elsewhere; never an abort."""
-    with opened(model_file(name), kv_type=keys, kv_type_v=None, expert_cache="50%") as model:
+    name, changes, moving = MATRIX[kind]
+    with opened(model_file(name, **changes), kv_type=keys, kv_type_v=None, expert_cache="50%") as model:
         session = model.session()
         session.read(tokens(2 * SIZE))
         assert np.isfinite(session.logits()).all()
@@ -207,10 +210,31 @@ def test_matrix(model_file: ModelFile, name: str, keys: str) -> None:
         counts = model.stats().window
         assert counts is not None
         assert counts.evicted_tokens > 2 * SIZE
-        assert counts.shifts == (counts.evicted_tokens // BLOCK if keys in SHIFTS[name] else 0)
+        assert counts.shifts == (counts.evicted_tokens // BLOCK if keys in moving else 0)
         line = model.lines()[-1]
-        assert ("positions of the rest move down" in line) == (keys in SHIFTS[name])
-        assert ("recurrent state" in line) == (name in ("qwen35moe", "nemotron_h_moe"))
+        assert ("positions of the rest move down" in line) == (keys in moving)
+        assert ("recurrent state" in line) == ("recurrent" in kind)
+
+
+@pytest.mark.parametrize("keys", ["f16", "q8_0"])
+def test_refused(model_file: ModelFile, monkeypatch: pytest.MonkeyPatch, keys: str) -> None:
+    """Where a window would be wrong or impossible, before the weights are read."""
+
+    def loaded(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    path = model_file("qwen3moe")
+    facts = read_facts(path)
+    monkeypatch.setattr("tinyserve_gguf.model.NativeModel", loaded)
+    for changes, reason in (
+        ({"is_absolute": True}, "its positions are learned"),
+        ({"architecture": "deepseek4"}, "nothing out of the middle"),
+        ({"architecture": "mamba", "is_cached": False}, "no KV cache"),
+    ):
+        found = replace(facts, attention=replace(facts.attention, **changes))  # type: ignore[arg-type]
+        monkeypatch.setattr("tinyserve_gguf.model.read_facts", lambda _path, found=found: found)
+        with pytest.raises(OptionError, match=reason if keys == "f16" or found.attention.is_cached else "drop --kv-type"):
+            load(path, device="CPU", window=SIZE, kv_type=keys)
 
 
 @pytest.mark.parametrize("keys", KV_TYPES)
