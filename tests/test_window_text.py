@@ -12,8 +12,8 @@ import pytest
 from tinyserve_gguf import Conversation, Sampling, load
 from tinyserve_gguf.demo import _source
 
-SIZE = 96
-N_TOKENS, N_GROUPS = 512, 5  # scripts/window-quality measures larger windows over more of the book
+SIZE = 64
+N_TOKENS, N_GROUPS = 512, 6  # scripts/window-quality measures larger windows over more of the book
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_perplexity(quality: ModuleType) -> None:
             anew = quality.perplexity(quality.anew(model, tokens, starts)) if sinks else 0.0
     assert anew < 20  # the model knows its Bible
     assert found[4] < 1.25 * anew
-    assert found[0] > 2 * found[4]
+    assert found[0] > 1.5 * found[4]
 
 
 @pytest.mark.parametrize("cache", ["all", "25%", "16", "2"])
