@@ -36,7 +36,11 @@ class FakeReplyStats:
 class FakeConversation:
     """Replies with "you said TEXT" in pieces. `during`, if set, is called between the pieces; the text "FULL" finds the context full."""
 
-    def __init__(self, _model: object = None, system: str | None = None, *, during: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, _model: object = None, system: str | None = None, *, keep_system: bool = False, during: Callable[[], None] | None = None
+    ) -> None:
+        self.keep_system = keep_system
+        self.n_sinks = 12
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         self.last: Any = None
         self.asked: list[tuple[str, int, Any]] = []

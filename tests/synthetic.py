@@ -56,6 +56,8 @@ def build(name: str, path: Path, **changes: object) -> Path:
             writer.add_array(key, value)
         elif isinstance(value, bool):
             writer.add_bool(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
         elif isinstance(value, int):
             writer.add_uint32(key, value)
         else:

@@ -6,10 +6,10 @@ Only facts; `synthetic.py` fills in the numbers and writes the file.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Types = str | tuple[str, ...]  # one type for every block, or a cycle over the blocks
-Metadata = dict[str, int | float | bool | list[int]]  # keys without the "ARCH." prefix
+Metadata = dict[str, int | float | bool | str | list[int]]  # keys without the "ARCH." prefix
 KV_RANK = 512  # of MLA: the only one that ggml-cuda's flash attention knows
 
 
@@ -40,6 +40,7 @@ class Description:
     bias_std: float = 1.0  # of per-expert biases, where the architecture has them
     router_std: float = 2.0  # of the router's logits
     seed: int = 0
+    more: Metadata = field(default_factory=dict)  # further metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +325,7 @@ def metadata(d: Description) -> Metadata:
             "rope.dimension_sections": [d.head_dim // 8] * 4,
         },
     }
-    return found | extra.get(d.arch, {})
+    return found | extra.get(d.arch, {}) | d.more
 
 
 MODELS = {

@@ -20,6 +20,8 @@ from tinyserve_gguf.bench_baseline import all_on_cpu, cpu_pattern, open_stock, r
 from tinyserve_gguf.bench_measure import Case, Measured, Subject, TokenSource, measure, percentile, total
 from tinyserve_gguf.bench_needle import Needle, filler, hide, look
 from tinyserve_gguf.bench_table import Report, Row, as_markdown, bounds, measured_row, table, with_bounds
+from tinyserve_gguf.sequence import TokenSequence
+from tinyserve_gguf.window import WindowCounts
 
 ModelFile = Callable[..., Path]
 
@@ -139,6 +141,7 @@ class Recorder:
     """A context that keeps what was done with it, and counts what it read as bytes over the link."""
 
     n_batch = 4
+    n_ctx = 1000
 
     def __init__(self, *, can_go_back: bool = True) -> None:
         self.can_go_back = can_go_back
@@ -175,7 +178,7 @@ class Recorder:
 
 
 def measured(context: Any, case: Case, repeat: int = 2, warmup: int = 0) -> Measured:
-    return measure(Subject(context, TokenSource(1000, 0), context.snapshot, lambda: None), case, repeat, warmup)
+    return measure(Subject(TokenSequence(context, None, WindowCounts()), TokenSource(1000, 0), context.snapshot, lambda: None), case, repeat, warmup)
 
 
 def test_prefill_goes_back_to_its_depth() -> None:
@@ -192,7 +195,7 @@ def test_prefill_reads_anew_where_the_memory_cannot_go_back() -> None:
     context = Recorder(can_go_back=False)
     found = measured(context, Case("pp", 2, 3))
     again = ["clear", (0, 3), (3, 2)]
-    assert context.calls == [*again, ("keep", 3), *again, ("keep", 3), *again]
+    assert context.calls == [*again, ("keep", 3), "clear", *again, ("keep", 3), "clear", *again]
     assert found.counts == Counts(bytes_link=40, graphs=4)
 
 

@@ -86,7 +86,9 @@ def test_prompt_that_does_not_fit(demo_model: Path, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     line = done.stderr.splitlines()[-1]
-    assert re.fullmatch(r"error: \d+ tokens do not fit into the context of 256: give a larger -c, or /reset the conversation", line)
+    assert re.fullmatch(
+        r"error: \d+ tokens do not fit into the context of 256: give a larger -c, or --window to go on without end, or /reset the conversation", line
+    )
 
 
 def test_unwritable_stats(demo_model: Path, tmp_path: Path) -> None:
@@ -164,9 +166,9 @@ def test_conversation_on_a_terminal(terminal: pexpect.spawn, tmp_path: Path) -> 
     say(QUESTION, "tok/s.*reused", "MB/tok")  # the session goes on
     say("/save talk.json", "saved 4 messages to talk.json")
 
-    say(LONG, r"error: \d+ tokens do not fit into the context of 256: give a larger -c, or /reset")
+    say(LONG, r"error: \d+ tokens do not fit into the context of 256: give a larger -c, or --window to go on without end, or /reset")
     say("/reset", "new conversation")
-    say(COUNT, "context is full", "the context is full: /reset starts over, a larger -c makes room")
+    say(COUNT, "context is full", "the context is full: /reset starts over, a larger -c makes room, --window goes on without end")
     say("/reset", "new conversation")
     say(QUESTION, re.escape(ANSWER), "tok/s")
     say("/exit")

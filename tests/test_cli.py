@@ -18,18 +18,17 @@ from cli_fakes import FakeConversation, FakeModel, fake_modules
 from click.testing import CliRunner, Result
 from processes import environment, error_line
 
-from tinyserve_gguf import errors
-from tinyserve_gguf._llama import Sampling
+from tinyserve_gguf import Sampling, errors, kv, window
 from tinyserve_gguf.cli import COMMANDS, main
 from tinyserve_gguf.cli.chat import chat as chat_command
-from tinyserve_gguf.cli.options import SAMPLING
+from tinyserve_gguf.cli.options import DEFAULT_WINDOW, FLASH_ATTENTION, KV_TYPES, SAMPLING
 
 conversations: list[FakeConversation] = []
 
 
 class Recorded(FakeConversation):
-    def __init__(self, model: object, system: str | None) -> None:
-        super().__init__(model, system)
+    def __init__(self, model: object, system: str | None, **options: Any) -> None:
+        super().__init__(model, system, **options)
         conversations.append(self)
 
 
@@ -58,13 +57,22 @@ def test_reply_alone_on_stdout(loaded: list[FakeModel]) -> None:
     assert loaded[0].closed
 
 
+CONTEXT = {"n_ctx": None, "window": None, "sinks": None, "kv_type": "f16", "kv_type_v": None, "flash_attn": "auto"}
+
+
 def test_defaults(loaded: list[FakeModel]) -> None:
     run("chat", "m.gguf", "-p", "x")
     assert loaded[0].path == "m.gguf"
-    assert loaded[0].options == {"expert_cache": "auto", "policy": "lfru", "device": "auto", "n_ctx": 4096, "n_ubatch": None, "n_threads": None}
+    assert loaded[0].options == {**CONTEXT, "expert_cache": "auto", "policy": "lfru", "device": "auto", "n_ubatch": None, "n_threads": None}
     ((_, max_tokens, sampling),) = conversations[0].asked
     assert max_tokens == -1
     assert sampling == Sampling()
+
+
+def test_lists_of_options_are_those_of_the_library() -> None:
+    assert tuple(kv.KV_TYPES) == KV_TYPES
+    assert FLASH_ATTENTION == kv.FLASH_ATTENTION
+    assert DEFAULT_WINDOW == window.DEFAULT_WINDOW
 
 
 def test_sampling_defaults_in_help_are_those_of_sampling() -> None:
@@ -73,10 +81,11 @@ def test_sampling_defaults_in_help_are_those_of_sampling() -> None:
 
 
 def test_every_option_arrives(loaded: list[FakeModel]) -> None:
-    where = "-c 99 -b 64 -t 3 --expert-cache 25% --policy slru --device CPU"
+    where = "-c 99 -b 64 -t 3 --expert-cache 25% --policy slru --device CPU --kv-type q8_0 --kv-type-v q4_0 --flash-attn on"
     what = "-p x -n 7 --system S --temp 0 --top-k 5 --top-p 0.5 --min-p 0.1 --repeat-penalty 1.2 --seed 42"
     run("chat", "m", *where.split(), *what.split())
-    assert loaded[0].options == {"expert_cache": "25%", "policy": "slru", "device": "CPU", "n_ctx": 99, "n_ubatch": 64, "n_threads": 3}
+    context = {**CONTEXT, "n_ctx": 99, "kv_type": "q8_0", "kv_type_v": "q4_0", "flash_attn": "on"}
+    assert loaded[0].options == {**context, "expert_cache": "25%", "policy": "slru", "device": "CPU", "n_ubatch": 64, "n_threads": 3}
     assert conversations[0].asked == [("x", 7, Sampling(temp=0, top_k=5, top_p=0.5, min_p=0.1, repeat_penalty=1.2, seed=42))]
     assert conversations[0].messages[0] == {"role": "system", "content": "S"}
 
@@ -95,11 +104,27 @@ def test_every_option_arrives(loaded: list[FakeModel]) -> None:
         ("--expert-cache 12", "expert_cache", "12"),
         ("--expert-cache 6GiB", "expert_cache", "6GiB"),
         ("--device CUDA0", "device", "CUDA0"),
+        ("--window", "window", 2048),
+        ("--window -n 4", "window", 2048),
+        ("--window=64", "window", 64),
+        ("--window 64 --sinks 0", "sinks", 0),
+        ("--kv-type iq4_nl", "kv_type", "iq4_nl"),
+        ("--kv-type-v bf16", "kv_type_v", "bf16"),
+        ("--flash-attn off", "flash_attn", "off"),
     ],
 )
 def test_spellings(loaded: list[FakeModel], spelling: str, name: str | None, value: object) -> None:
     assert run("chat", "m", "-p", "x", *spelling.split()).exit_code == 0
     assert (loaded[0].options[name] if name else conversations[0].asked[0][1]) == value
+
+
+@pytest.mark.usefixtures("loaded")
+def test_keep_system_says_what_stays() -> None:
+    result = run("chat", "m", "-p", "x", "--window", "--system", "S", "--keep-system")
+    assert conversations[0].keep_system
+    assert "system prompt: stays in the window, 12 sinks\n" in result.stderr
+    run("chat", "m", "-p", "x", "--window", "--system", "S")
+    assert not conversations[1].keep_system
 
 
 @pytest.mark.usefixtures("loaded")
@@ -151,6 +176,14 @@ def test_lines_of_stdin_are_turns() -> None:
         ("m --expert-cache some", "--expert-cache"),
         ("m --expert-cache -3", "--expert-cache"),
         ("m --device CPU,CUDA0", "--device"),
+        ("m --window 1", "--window"),
+        ("--window m", "write --window after MODEL, or --window=N"),
+        ("m --sinks -1", "--sinks"),
+        ("m --kv-type q6_k", "iq4_nl"),
+        ("m --kv-type-v Q8_0x", "--kv-type-v"),
+        ("m --flash-attn yes", "auto"),
+        ("m --system S --keep-system", "--keep-system needs --window"),
+        ("m -p x --window --keep-system", "give --system TEXT"),
         ("m --nope", "--nope"),
         ("m more", "more"),
         ("m -p", "-p"),
@@ -247,8 +280,8 @@ def test_a_bug_is_not_hidden(failing: Callable[[BaseException], None]) -> None:
 def test_interrupted_answer_is_130_and_still_writes_stats(loaded: list[FakeModel], tmp_path: Path) -> None:
 
     class Interrupted(FakeConversation):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args, during=lambda: signal.raise_signal(signal.SIGINT))
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options, during=lambda: signal.raise_signal(signal.SIGINT))
 
     vars(sys.modules["tinyserve_gguf.chat"])["Conversation"] = Interrupted
     result = run("chat", "m", "-p", "x", "--stats-json", str(tmp_path / "s"))

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 from gguf_files import EMBED, FF, Tensor, experts, fused, keys, rest, write_gguf, write_shards
 
-from tinyserve_gguf.cli.info import info, placement_lines, ranges
+from tinyserve_gguf.cli.info import context_lines, info, placement_lines, ranges
 from tinyserve_gguf.errors import ModelFileError
 from tinyserve_gguf.facts import read_facts
 from tinyserve_gguf.plan import size
@@ -53,6 +53,8 @@ def test_report(tmp_path: Path) -> None:
     assert any(line.startswith("F16 ") and line.endswith(" %") for line in report)
     start = report.index("placement") + 1
     assert report[start : start + 4] == placement_lines(facts)
+    start = report.index("context") + 1
+    assert report[start : start + len(context_lines(facts))] == context_lines(facts)
     plan = report[report.index("on this machine, with default options") + 1 :]
     assert plan[0].startswith("Tiny: glm4moe, 4 MoE layers of 4 experts, top-2, on ") and "expert cache: 16 of 16 experts" in " ".join(plan)
 
@@ -123,6 +125,7 @@ def test_json(tmp_path: Path) -> None:
     assert sum(layer["bytes"] for group in found["groups"] for layer in group["layers"]) == facts.expert_bytes
     assert [layer["block"] for layer in found["idle_layers"]] == [4]
     assert found["placement"] == placement_lines(facts)
+    assert found["context"] == context_lines(facts)
 
 
 def test_split_model(tmp_path: Path) -> None:

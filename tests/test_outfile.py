@@ -54,7 +54,7 @@ def test_a_link_stays_one(tmp_path: Path, there: bool) -> None:
     assert names(tmp_path / "folder") == ["real"]
 
 
-@pytest.mark.parametrize("failing", ["write_text", "chmod", "replace"])
+@pytest.mark.parametrize("failing", ["write_bytes", "chmod", "replace"])
 def test_a_failure_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     path = tmp_path / "old"
     path.write_text("old")

@@ -245,7 +245,7 @@ def test_reply_until_the_context_is_full(model: Model) -> None:
 def test_prompt_longer_than_the_context(model: Model) -> None:
     session = model.session()
     session.read(tokens(40))
-    with pytest.raises(ContextFullError, match=f"{N_CTX + 1} tokens do not fit into the context of {N_CTX}: give a larger -c"):
+    with pytest.raises(ContextFullError, match=f"{N_CTX + 1} tokens do not fit into the context of {N_CTX}: give a larger -c, or --window"):
         session.read(tokens(N_CTX + 1))
     assert session.tokens == tuple(tokens(40))
     assert session.read(tokens(41)) == 40
@@ -456,7 +456,7 @@ def test_context_full_keeps_the_conversation(model: Model) -> None:
     conversation = Conversation(model)
     "".join(conversation.reply("first", 12, GREEDY))
     before = list(conversation.messages)
-    with pytest.raises(ContextFullError, match="give a larger -c, or /reset"):
+    with pytest.raises(ContextFullError, match="give a larger -c, or --window to go on without end, or /reset"):
         "".join(conversation.reply("x" * 2 * N_CTX, 12, GREEDY))
     assert conversation.messages == before
     assert "".join(conversation.reply("second", 12, GREEDY))

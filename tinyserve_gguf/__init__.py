@@ -14,7 +14,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tinyserve_gguf._llama import Sampling as Sampling
     from tinyserve_gguf.chat import Conversation as Conversation
     from tinyserve_gguf.errors import AbiMismatchError as AbiMismatchError
     from tinyserve_gguf.errors import CapacityError as CapacityError
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from tinyserve_gguf.facts import read_facts as read_facts
     from tinyserve_gguf.model import Model as Model
     from tinyserve_gguf.model import load as load
+    from tinyserve_gguf.sampling import Sampling as Sampling
     from tinyserve_gguf.session import Session as Session
     from tinyserve_gguf.stats import ReplyStats as ReplyStats
     from tinyserve_gguf.stats import Stats as Stats
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "_llama": ("Sampling",),
     "chat": ("Conversation",),
     "errors": (
         "AbiMismatchError",
@@ -47,6 +46,7 @@ _HOMES = {
     ),
     "facts": ("ModelFacts", "read_facts"),
     "model": ("Model", "load"),
+    "sampling": ("Sampling",),
     "session": ("Session",),
     "stats": ("ReplyStats", "Stats"),
 }

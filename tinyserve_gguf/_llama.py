@@ -21,6 +21,7 @@ import numpy.typing as npt
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, OptionError
+from tinyserve_gguf.sampling import Sampling
 
 log = logging.getLogger("tinyserve_gguf.llama")
 
@@ -251,6 +252,8 @@ class ContextOptions:
     n_ubatch: int
     n_threads: int
     flash_attention: str = "auto"
+    type_k: int = C.GGML_TYPE_F16  # of the KV cache
+    type_v: int = C.GGML_TYPE_F16
 
 
 class NativeContext:
@@ -260,12 +263,13 @@ class NativeContext:
         if options.flash_attention not in FLASH_ATTENTION:
             raise OptionError(f"flash attention is one of {', '.join(FLASH_ATTENTION)}, not {options.flash_attention!r}")
         params = C.llama_context_default_params()
-        params.n_ctx = options.n_ctx
+        params.n_ctx = -(-options.n_ctx // 256) * 256  # it rounds up by itself, but only after it took the least of this for the batch
         params.n_batch = options.n_batch
         params.n_ubatch = options.n_ubatch
         params.n_outputs_max = 1  # only the last token's logits are ever wanted: gpt-oss would reserve 411 MB for those of 512
         params.n_threads = params.n_threads_batch = options.n_threads
         params.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
+        params.type_k, params.type_v = options.type_k, options.type_v
         params.no_perf = True
         self.model = model
         with explained() as cause:
@@ -273,7 +277,7 @@ class NativeContext:
             if not self._ctx:
                 raise CapacityError(f"llama.cpp cannot make a context of {options.n_ctx} tokens (try a smaller -c or -b): {cause()}")
         self._batch = C.llama_batch_init(options.n_batch, 0, 1)
-        self.n_batch = options.n_batch
+        self.n_batch: int = C.llama_n_batch(self._ctx)
         self.n_ctx: int = C.llama_n_ctx(self._ctx)
 
     def close(self) -> None:
@@ -320,6 +324,19 @@ class NativeContext:
     def clear(self) -> None:
         C.llama_memory_clear(self._memory, True)
 
+    def can_shift(self) -> bool:
+        """Whether `move` is possible: it aborts the process where it is not."""
+        return bool(C.llama_memory_can_shift(self._memory))
+
+    def remove(self, start: int, end: int) -> None:
+        """Forget the positions from `start` to before `end`, all before the last one. EngineError where this memory has no such thing."""
+        if not C.llama_memory_seq_rm(self._memory, 0, start, end):
+            raise EngineError(f"llama.cpp cannot take positions {start} to {end} out of the cache of this model")
+
+    def move(self, start: int, by: int) -> None:
+        """Add `by` to the positions from `start` on. The next decode rotates the keys accordingly."""
+        C.llama_memory_seq_add(self._memory, 0, start, -1, by)
+
     @property
     def handle(self) -> Any:
         """OptionError once it is closed: llama.cpp would read freed memory."""
@@ -333,32 +350,6 @@ class NativeContext:
 
 
 # ---- sampling -------------------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Sampler settings, with llama.cpp's meanings and defaults. `temp <= 0` is greedy, `seed=-1` draws one, `repeat_last_n=-1` is the context."""
-
-    temp: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    repeat_penalty: float = 1.0
-    repeat_last_n: int = 64
-    seed: int = -1
-
-    def __post_init__(self) -> None:
-        for name, good, need in (
-            ("temp", self.temp >= 0, "0 or more"),
-            ("top_k", self.top_k >= 0, "0 or more (0 = off)"),
-            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
-            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("repeat_penalty", self.repeat_penalty > 0, "above 0 (1 = off)"),
-            ("repeat_last_n", self.repeat_last_n >= -1, "-1 or more"),
-            ("seed", -1 <= self.seed < 2**32, "-1 (random) or below 2^32"),
-        ):
-            if not good:
-                raise OptionError(f"{name} must be {need}, not {getattr(self, name)}")
 
 
 class Sampler:

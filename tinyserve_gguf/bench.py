@@ -19,10 +19,13 @@ from tinyserve_gguf.bench_baseline import all_on_cpu, full_bytes, label, open_st
 from tinyserve_gguf.bench_measure import Case, Subject, TokenSource, measure
 from tinyserve_gguf.bench_needle import REPLY_TOKENS, Needle, hide, look
 from tinyserve_gguf.bench_table import Report, Row, measured_row, with_bounds
+from tinyserve_gguf.context import ContextSpec, plan_context
 from tinyserve_gguf.errors import CapacityError, ModelFileError, OptionError, TinyserveError
 from tinyserve_gguf.facts import read_facts
 from tinyserve_gguf.model import Model, default_threads, load, pick_device, plan_for
 from tinyserve_gguf.plan import GIB, DeviceFacts, pick_ubatch
+from tinyserve_gguf.sequence import TokenSequence
+from tinyserve_gguf.window import Rolling, Window, WindowCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class BenchOptions:
     depths: tuple[int, ...] = (0,)
     expert_caches: tuple[str, ...] = ("auto",)
     policies: tuple[str, ...] = ("lfru",)
+    windows: tuple[int, ...] = (0,)  # 0 = a context that holds everything
     device: str = "auto"
     engine: str = "auto"
     n_ubatch: int | None = None
@@ -69,6 +73,7 @@ class _Run:
     policy: str
     link_gbps: float | None
     paged: bool  # some experts have no slot
+    window: int | None
 
 
 class Watch(Protocol):
@@ -102,7 +107,7 @@ class Bench:
         if options.profile and not any(case.kind == "tg" for case in options.cases):
             raise OptionError("--profile takes the times of decode, and there is no tg test: give -n")
         trained = self.facts.context_length
-        if trained and options.n_ctx > trained:
+        if trained and options.n_ctx > trained and (0 in options.windows or options.baseline):
             raise OptionError(
                 f"the longest test needs a context of {options.n_ctx} tokens and {self.facts.name} has {trained}: "
                 "give less depth, or shorter or fewer tests (a tg test goes on after the tokens of its repeats)"
@@ -117,20 +122,27 @@ class Bench:
     def _plan_runs(self) -> list[_Run]:
         """Expert caches with their policies. Where all experts are resident one policy is enough, as it decides nothing, and the link is idle."""
         options, runs = self.options, list[_Run]()
-        for cache in dict.fromkeys(options.expert_caches):
+        pairs = [(cache, window or None) for cache in dict.fromkeys(options.expert_caches) for window in dict.fromkeys(options.windows)]
+        for cache, window in pairs:
+            context = self._context(window)
             try:
-                plan, _ = plan_for(self.facts, expert_cache=cache, device=options.device, n_ctx=options.n_ctx, n_ubatch=self._n_ubatch)
+                plan, chosen = plan_for(self.facts, expert_cache=cache, device=options.device, context=context, n_ubatch=self._n_ubatch)
+                plan_context(self.facts, context, chosen, n_ubatch=self._n_ubatch, n_threads=self._threads)
             except CapacityError as error:
                 self._failed(Row(run=f"expert cache {cache}", runner="tinyserve-gguf", expert_cache=cache), error)
                 continue
             resident = all(pool.is_resident for pool in plan.pools)
             policies = list(dict.fromkeys(options.policies))[: 1 if resident else None]
-            runs += [_Run(cache, policy, None if resident else options.link_gbps, not resident) for policy in policies]
+            runs += [_Run(cache, policy, None if resident else options.link_gbps, not resident, window) for policy in policies]
         if options.profile and runs and not any(run.paged for run in runs):
             raise OptionError("--profile has nothing to tell apart, all experts are on the device: give a smaller --expert-cache")
         if options.link_gbps and runs and not any(run.link_gbps for run in runs):
             raise OptionError("--link-gbps has nothing to slow down, all experts are on the device: give a smaller --expert-cache")
         return runs
+
+    def _context(self, window: int | None) -> ContextSpec:
+        """Of one run."""
+        return ContextSpec(None if window else self.options.n_ctx, Window(window) if window else None)
 
     def run(self) -> None:
         """Measure everything. KeyboardInterrupt when the watch says stop, CapacityError if nothing at all could be measured."""
@@ -157,7 +169,7 @@ class Bench:
                 "link_gbps": self.link / 1e9 or None,
                 "n_ubatch": self._n_ubatch,
                 "n_threads": self._threads,
-                "n_ctx": options.n_ctx,
+                "n_ctx": options.n_ctx if 0 in options.windows or options.baseline else max(options.windows),
                 "repeat": options.repeat,
                 "warmup": options.warmup,
                 "seed": options.seed,
@@ -177,6 +189,7 @@ class Bench:
             runner="tinyserve-gguf",
             expert_cache=run.expert_cache,
             tokens=self._tokens_name,
+            window=run.window,
             link_gbps=run.link_gbps or self.link / 1e9 or None,
             link_throttled=run.link_gbps is not None,
         )
@@ -187,7 +200,8 @@ class Bench:
                 expert_cache=run.expert_cache,
                 policy=run.policy,
                 device=options.device,
-                n_ctx=options.n_ctx,
+                n_ctx=None if run.window else options.n_ctx,
+                window=run.window,
                 n_ubatch=self._n_ubatch,
                 n_threads=options.n_threads,
                 engine=options.engine,
@@ -200,7 +214,7 @@ class Bench:
         with model:
             base = self._placed(replace(base, load_seconds=time.perf_counter() - start), model)
             needle = hide(model, options.needle, options.text, options.seed) if options.needle else None
-            self._measure(base, model.native, model.options, lambda: model.stats().pager, free, model)
+            self._measure(base, model.native, model.context.options, model.context.rolling, lambda: model.stats().pager, free, model)
             if needle:
                 self._seek(base, model, needle)
 
@@ -213,6 +227,8 @@ class Bench:
             parts.append(model.policy)
         if self.options.engine != "auto":
             parts.append(f"{self.options.engine} engine")
+        if base.window:
+            parts.append(f"window {base.window}")
         if base.link_throttled:
             parts.append(f"link {base.link_gbps:g} GB/s (throttled)")
         if pager is None:
@@ -303,7 +319,7 @@ class Bench:
             return
         with closing(native):
             context = ContextOptions(n_ctx=options.n_ctx, n_batch=self._n_ubatch, n_ubatch=self._n_ubatch, n_threads=self._threads)
-            self._measure(replace(base, load_seconds=time.perf_counter() - start), native, context, lambda: None, free)
+            self._measure(replace(base, load_seconds=time.perf_counter() - start), native, context, None, lambda: None, free)
 
     # ---- shared ----
 
@@ -312,6 +328,7 @@ class Bench:
         base: Row,
         native: NativeModel,
         options: ContextOptions,
+        rolling: Rolling | None,
         snapshot: Callable[[], PagerStats | None],
         free_before: int | None,
         model: Model | None = None,
@@ -325,7 +342,8 @@ class Bench:
             self._failed(base, error)
             return
         with closing(context):
-            subject = Subject(context, self._source(native), snapshot, self._tick)
+            sequence = TokenSequence(context, rolling, WindowCounts())
+            subject = Subject(sequence, self._source(native), snapshot, self._tick)
             for case in self.options.cases:
                 self._show(f"{base.run}: {case.name}")
                 row = measured_row(base, measure(subject, case, self.options.repeat, self.options.warmup))

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 
-from tinyserve_gguf._llama import NativeContext
 from tinyserve_gguf._shim import Counts, PagerStats
+from tinyserve_gguf.sequence import TokenSequence
 from tinyserve_gguf.stats import added, phases
 
 
@@ -58,7 +58,7 @@ def _random_tokens(n_vocab: int, seed: int) -> Iterator[int]:
 class Subject:
     """What is measured. `tick` is called outside the timed stretches and may raise to end the run."""
 
-    context: NativeContext
+    sequence: TokenSequence
     source: TokenSource
     snapshot: Callable[[], PagerStats | None]  # counters of the expert cache; None where nothing is paged
     tick: Callable[[], None]
@@ -88,17 +88,18 @@ def measure(subject: Subject, case: Case, repeat: int, warmup: int) -> Measured:
 
 def _measure_prefill(subject: Subject, case: Case, repeat: int) -> Measured:
     """The first run has the same shape and is not counted: it warms up allocators and kernels."""
-    context, stream = subject.context, subject.source.stream()
+    sequence, stream = subject.sequence, subject.source.stream()
     seconds, first, counts = [], [], []
     for run in range(1 + repeat):
-        if run == 0 or case.depth == 0 or not context.keep(case.depth):
-            context.clear()
-            _read(subject, list(islice(stream, case.depth)), 0)
+        held = sequence.cut(case.depth) if run and case.depth else 0
+        if held == 0:
+            sequence.clear()
+        _read(subject, list(islice(stream, case.depth - held)))
         tokens, before = list(islice(stream, case.n)), subject.snapshot()
         start = time.perf_counter()
-        _read(subject, tokens, case.depth)
+        _read(subject, tokens)
         read_at = time.perf_counter()
-        context.logits().argmax()  # a greedy pick
+        sequence.context.logits().argmax()  # a greedy pick
         picked_at = time.perf_counter()
         if run > 0:
             seconds.append(read_at - start)
@@ -109,36 +110,36 @@ def _measure_prefill(subject: Subject, case: Case, repeat: int) -> Measured:
 
 def _measure_decode(subject: Subject, case: Case, repeat: int, warmup: int) -> Measured:
     """The warm-up ends where the timing starts: at `depth`, or after `warmup` tokens if that is more. Repeats go on from there."""
-    context, stream = subject.context, subject.source.stream()
-    at = max(case.depth, warmup)
-    context.clear()
-    _read(subject, list(islice(stream, at - warmup)), 0)
-    for position in range(at - warmup, at):
-        _step(subject, next(stream), position)
+    stream = subject.source.stream()
+    subject.sequence.clear()
+    _read(subject, list(islice(stream, max(0, case.depth - warmup))))
+    for token in islice(stream, warmup):
+        _step(subject, token)
     before, steps = subject.snapshot(), []
-    for position in range(at, at + repeat * case.n):
+    for token in islice(stream, repeat * case.n):
         subject.tick()
-        steps.append(_step(subject, next(stream), position))
+        steps.append(_step(subject, token))
     seconds = tuple(sum(steps[i : i + case.n]) for i in range(0, len(steps), case.n))
     after = subject.snapshot()
     host = (after.notes.host_ns - before.notes.host_ns) / 1e9 if after and before else None
     return Measured(case, seconds, (), tuple(steps), phases(after, before), host)
 
 
-def _read(subject: Subject, tokens: Sequence[int], start: int) -> None:
-    context = subject.context
-    for at in range(0, len(tokens), context.n_batch):
+def _read(subject: Subject, tokens: Sequence[int]) -> None:
+    sequence, at = subject.sequence, 0
+    while at < len(tokens):
         subject.tick()
-        chunk = tokens[at : at + context.n_batch]
-        context.decode(chunk, start + at, want_logits=at + len(chunk) == len(tokens))
-    context.synchronize()
+        chunk = tokens[at : at + sequence.step(sequence.context.n_batch)]
+        at += len(chunk)
+        sequence.append(chunk, want_logits=at == len(tokens))
+    sequence.context.synchronize()
 
 
-def _step(subject: Subject, token: int, position: int) -> float:
-    """Seconds of one decoded token."""
+def _step(subject: Subject, token: int) -> float:
+    """Seconds of one decoded token; where it pushes a block out of a window, that too."""
     start = time.perf_counter()
-    subject.context.decode([token], position, want_logits=True)
-    subject.context.synchronize()
+    subject.sequence.append([token], want_logits=True)
+    subject.sequence.context.synchronize()
     return time.perf_counter() - start
 
 

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tinyserve_gguf._llama import Sampling
 from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.model import Model
+from tinyserve_gguf.sampling import Sampling
 from tinyserve_gguf.stats import ReplyStats
 
 REPLY_TOKENS = 256  # room for a model that thinks first

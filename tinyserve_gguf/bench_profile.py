@@ -16,16 +16,16 @@ def tokens(case: Case) -> int:
     return SETTLE + case.n if case.kind == "tg" else 0
 
 
-def profile(subject: Subject, model: Model, case: Case, position: int) -> tuple[LayerTime, ...]:
-    """Times of every layer over `case.n` tokens from `position` on. Goes on with the tokens that follow those of the test."""
-    stream = islice(subject.source.stream(), position, position + tokens(case))
+def profile(subject: Subject, model: Model, case: Case, read: int) -> tuple[LayerTime, ...]:
+    """Times of every layer over `case.n` tokens. Goes on with the tokens that follow the `read` ones of the test."""
+    stream = islice(subject.source.stream(), read, read + tokens(case))
     try:
         for i, token in enumerate(stream):
             subject.tick()
             if i in (0, SETTLE):
                 model.set_profile(True)
-            subject.context.decode([token], position + i, want_logits=True)
-        subject.context.synchronize()
+            subject.sequence.append([token], want_logits=True)
+        subject.sequence.context.synchronize()
         return tuple(model.layer_times())
     finally:
         model.set_profile(False)

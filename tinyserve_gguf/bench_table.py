@@ -29,6 +29,7 @@ class Row:
     test: str | None = None  # "pp512", "tg64 @ d4096" or "needle2000"; None in a row with an error
     n_tokens: int | None = None
     depth: int | None = None  # tokens in the context before the test
+    window: int | None = None  # tokens that the context holds at most, the oldest leave; None = all of them
     tokens: str | None = None  # "random", "text FILE" or "generated text"
     repeats: int | None = None
     rate: float | None = None
@@ -91,14 +92,14 @@ def bounds(full_rate: float, bytes_per_token: float, link: float) -> Bounds:
 
 
 def with_bounds(rows: Iterable[Row]) -> list[Row]:
-    """Rows of tinyserve-gguf get their bounds from a row of the same test with everything on the device: llama.cpp's own, else the one whose cache
-    holds all experts. A row is not judged by itself."""
+    """Rows of tinyserve-gguf get their bounds from a row of the same test and window with everything on the device: llama.cpp's own, else the one
+    whose cache holds all experts. A row is not judged by itself."""
     rows = list(rows)
-    full: dict[str | None, Row] = {}
+    full: dict[tuple[str | None, int | None], Row] = {}
     for row in sorted(rows, key=lambda row: row.runner != "llama.cpp"):
         if row.all_resident and row.is_timed:
-            full.setdefault(row.test, row)
-    return [_bounded(row, full.get(row.test)) for row in rows]
+            full.setdefault((row.test, row.window), row)
+    return [_bounded(row, full.get((row.test, row.window))) for row in rows]
 
 
 def _bounded(row: Row, full: Row | None) -> Row:

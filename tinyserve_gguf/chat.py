@@ -6,10 +6,11 @@ import json
 import os
 from collections.abc import Callable, Generator, Iterator
 
-from tinyserve_gguf._llama import Sampling
 from tinyserve_gguf.channels import Channels
+from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.model import Model
 from tinyserve_gguf.outfile import OutputFile
+from tinyserve_gguf.sampling import Sampling
 from tinyserve_gguf.stats import ReplyStats
 
 Message = dict[str, str]
@@ -20,17 +21,28 @@ class Conversation:
 
     `on_thought` is called with what a reasoning model says to itself before it answers, and with a line break where that ends; replies and messages
     hold the answers only.
+
+    On a model with a window the conversation goes on without end, and the oldest turns are forgotten. `keep_system`: the system prompt is not, its
+    tokens count as sinks. OptionError without a window, or if the system prompt takes more than half of it.
     """
 
-    def __init__(self, model: Model, system: str | None = None) -> None:
+    def __init__(self, model: Model, system: str | None = None, *, keep_system: bool = False) -> None:
         self._model = model
         self._session = model.session()
         self._channels = Channels(model.native)
         self._system = system
+        self._keep_system = keep_system
+        if keep_system:
+            self._keep(system)
         self.on_thought: Callable[[str], None] | None = None
         self.messages: list[Message] = []
         self.last: ReplyStats | None = None
         self.reset()
+
+    @property
+    def n_sinks(self) -> int:
+        """Tokens at the beginning that never leave the window; 0 without one."""
+        return self._session.n_sinks
 
     def reset(self) -> None:
         """Forget every turn; the system prompt stays."""
@@ -38,11 +50,28 @@ class Conversation:
         self._said, self._tokens = "", list[int]()
 
     def set_system(self, text: str | None) -> None:
-        """Change the system prompt. The turns stay, and are read anew with it."""
+        """Change the system prompt. The turns stay, and are read anew with it. OptionError, changing nothing, if it shall be kept and is too long."""
+        if self._keep_system:
+            self._keep(text)
         self._system = text
         turns = [message for message in self.messages if message["role"] != "system"]
         self.reset()
         self.messages += turns
+
+    def _keep(self, system: str | None) -> None:
+        """Let the tokens of a system prompt be sinks: those at the beginning of every prompt with it, whatever is said then."""
+        window = self._session.window
+        if window is None:
+            raise OptionError("--keep-system needs --window: without one nothing leaves the context")
+        start = [{"role": "system", "content": system}] if system else []
+        first, second = (self._model.prompt_tokens(self._model.render([*start, {"role": "user", "content": word}])) for word in ("a", "0"))
+        n_system = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0) if system else 0
+        if n_system > window.size // 2:
+            raise OptionError(
+                f"the system prompt takes {n_system} tokens, more than half of the window of {window.size}: give a larger --window, "
+                "or drop --keep-system"
+            )
+        self._session.set_sinks(max(n_system, window.sinks))
 
     def reply(self, text: str, max_tokens: int = -1, sampling: Sampling = Sampling()) -> Generator[str, None, None]:
         """Say `text` and stream the answer. If the iterator is closed early, what was said so far stays in the conversation; if the prompt fails

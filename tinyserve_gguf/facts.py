@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tinyserve_gguf.attention import Attention, read_attention
 from tinyserve_gguf.errors import ModelFileError
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ class ModelFacts:
     expert_layers: tuple[ExpertLayer, ...]  # computed ones, by block
     idle_layers: tuple[ExpertLayer, ...]  # experts of idle blocks
     groups: tuple[LayoutGroup, ...]  # of expert_layers, in order of their first block
+    attention: Attention
 
     @property
     def is_moe(self) -> bool:
@@ -231,6 +233,7 @@ def read_facts(path: str | os.PathLike[str]) -> ModelFacts:
         expert_layers=computed,
         idle_layers=tuple(layer for layer in layers if layer.block >= n_blocks - n_idle),
         groups=tuple(LayoutGroup(layout, tuple(members)) for layout, members in by_layout.items()),
+        attention=read_attention(keys.arch, headers[0].metadata, {tensor.name for tensor in tensors}),
     )
 
 

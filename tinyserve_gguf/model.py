@@ -8,18 +8,20 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 from tinyserve_gguf import _llama, _shim
-from tinyserve_gguf._llama import ContextOptions, NativeModel, Offload, Sampling
+from tinyserve_gguf._llama import NativeModel, Offload
 from tinyserve_gguf._shim import Device, Pager, Part
 from tinyserve_gguf.choices import ENGINES, POLICIES
+from tinyserve_gguf.context import ContextPlan, ContextSpec, confirm, plan_context
 from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, OptionError
 from tinyserve_gguf.experts import Experts
 from tinyserve_gguf.facts import ExpertLayer, ModelFacts, PartFacts, TensorFacts, read_facts
 from tinyserve_gguf.plan import CacheSpec, DeviceFacts, Plan, make_plan
+from tinyserve_gguf.sampling import Sampling
 from tinyserve_gguf.session import Session
 from tinyserve_gguf.stats import LayerTime, Stats
+from tinyserve_gguf.window import WindowCounts
 
 EXPERT_PATTERN = r"\.ffn_(gate|up|down|gate_up)_(ch)?exps\.weight"  # everything else, biases and scales too, stays where llama.cpp puts it
-DEFAULT_CTX = 4096
 
 
 def default_threads() -> int:
@@ -46,7 +48,7 @@ def pick_device(name: str) -> Device:
 
 
 def plan_for(
-    facts: ModelFacts, *, expert_cache: str = "auto", device: str = "auto", n_ctx: int = DEFAULT_CTX, n_ubatch: int | None = None
+    facts: ModelFacts, *, expert_cache: str = "auto", device: str = "auto", context: ContextSpec = ContextSpec(), n_ubatch: int | None = None
 ) -> tuple[Plan, Device]:
     """What `load` would decide with these options, and the device it is for. Loads nothing."""
     spec = CacheSpec.parse(expert_cache)
@@ -56,8 +58,8 @@ def plan_for(
             w = part.weight
             if not chosen.multiplies(w.type_id, w.ne(0), w.ne(1), layer.n_expert, layer.n_used):
                 raise ModelFileError(f"{facts.path}: {chosen.name} has no kernels for {w.name} of type {w.type}; use --device CPU")
-    plan = make_plan(facts, spec, DeviceFacts(chosen.name, chosen.memory_free, chosen.is_cpu), n_ctx=n_ctx, n_ubatch=n_ubatch)
-    return plan, chosen
+    facts_of_device = DeviceFacts(chosen.name, chosen.memory_free, chosen.is_cpu)
+    return make_plan(facts, spec, facts_of_device, n_ctx=context.length(facts), n_ubatch=n_ubatch, kv=context.kv), chosen
 
 
 def load(
@@ -66,7 +68,12 @@ def load(
     expert_cache: str = "auto",
     policy: str = "lfru",
     device: str = "auto",
-    n_ctx: int = DEFAULT_CTX,
+    n_ctx: int | None = None,
+    window: int | None = None,
+    sinks: int | None = None,
+    kv_type: str = "f16",
+    kv_type_v: str | None = None,
+    flash_attn: str = "auto",
     n_ubatch: int | None = None,
     n_threads: int | None = None,
     engine: str = "auto",
@@ -80,7 +87,12 @@ def load(
         expert_cache: "auto", "all", a number of experts, a share such as "25%", or a size such as "6GiB".
         policy: which expert leaves: lfru, lru, slru, lfu or fifo.
         device: ggml device, such as "CUDA0" or "CPU"; "auto" takes the GPU with the most free memory.
-        n_ctx: context in tokens; 0 is what the model was trained with. Never more than that.
+        n_ctx: context in tokens, by default 4,096; 0 is what the model was trained with. Never more than that.
+        window: instead of n_ctx: tokens that the context holds while the sequence goes on without end; the oldest leave.
+        sinks: with a window, how many of the first tokens never leave; by default 4.
+        kv_type: type of the keys in the KV cache: f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl or f32.
+        kv_type_v: type of the values; by default that of the keys.
+        flash_attn: "auto", "on" or "off".
         n_ubatch: tokens computed at once in prefill; by default 512, on a GPU up to 2,048 as memory allows.
         n_threads: threads of CPU computation; by default one per core.
         engine: "auto", "host" (the host reads the router's choice once a layer) or "device" (one CUDA graph a token; an error where that cannot be).
@@ -93,14 +105,13 @@ def load(
     _check_choice("engine", engine, ENGINES)
     if link_gbps is not None and link_gbps <= 0:
         raise OptionError(f"the link is above 0 GB/s, not {link_gbps}")
-    for name, value, least in (("-c", n_ctx, 0), ("-b", 1 if n_ubatch is None else n_ubatch, 1), ("-t", 1 if n_threads is None else n_threads, 1)):
-        if value < least:
-            raise OptionError(f"{name} is {least} or more, not {value}")
-    facts = read_facts(path)
-    n_ctx = min(n_ctx or facts.context_length, facts.context_length or n_ctx)
-    plan, chosen = plan_for(facts, expert_cache=expert_cache, device=device, n_ctx=n_ctx, n_ubatch=n_ubatch)
-    options = ContextOptions(n_ctx=n_ctx, n_batch=plan.n_ubatch, n_ubatch=plan.n_ubatch, n_threads=n_threads or default_threads())
-    return Model(plan, chosen, policy, options, engine=engine, link_gbps=link_gbps, progress=progress)
+    for name, value in (("-b", n_ubatch), ("-t", n_threads)):
+        if value is not None and value < 1:
+            raise OptionError(f"{name} is 1 or more, not {value}")
+    spec = ContextSpec.of(n_ctx, window, sinks, kv_type, kv_type_v, flash_attn)
+    plan, chosen = plan_for(read_facts(path), expert_cache=expert_cache, device=device, context=spec, n_ubatch=n_ubatch)
+    context = plan_context(plan.facts, spec, chosen, n_ubatch=plan.n_ubatch, n_threads=n_threads or default_threads())
+    return Model(plan, chosen, policy, spec, context, engine=engine, link_gbps=link_gbps, progress=progress)
 
 
 class _Progress:
@@ -131,7 +142,8 @@ class Model:
         plan: Plan,
         device: Device,
         policy: str,
-        options: ContextOptions,
+        spec: ContextSpec,
+        context: ContextPlan,
         *,
         engine: str = "auto",
         link_gbps: float | None = None,
@@ -140,15 +152,17 @@ class Model:
         self.plan = plan
         self.facts = plan.facts
         self.policy = policy
-        self.options = options
+        self.context = context
         self._device = device
         self._pager: Pager | None = None
         self._native: NativeModel | None = None
         self._sessions: set[Session] = set()  # open ones
         self._own: Session | None = None  # that of generate()
         self._formatter: Callable[[list[dict[str, str]]], str] | None = None
+        self._closed_windows, self._windows_before = WindowCounts(), WindowCounts()  # of closed sessions; at the last reset of the counters
         try:
             self._open(engine, link_gbps, progress)
+            self.context = confirm(context, self.facts, spec, device, self.native)
         except BaseException:
             self.close()
             raise
@@ -254,7 +268,8 @@ class Model:
 
     def lines(self) -> list[str]:
         """What was decided and why, for people: the plan, and what could only be known once the model was loaded."""
-        return self.plan.lines() + ([f"engine: {self.engine}", f"host pool: {self.host_pool}"] if self._pager else [])
+        engine = [f"engine: {self.engine}", f"host pool: {self.host_pool}"] if self._pager else []
+        return [*self.plan.lines(), *engine, *self.context.lines]
 
     @property
     def host_pool(self) -> str:
@@ -263,14 +278,16 @@ class Model:
 
     @property
     def n_ctx(self) -> int:
-        """Context in tokens that sessions of this model have."""
-        return self.options.n_ctx
+        """Context in tokens that sessions of this model have; with a window, what they hold at once."""
+        return self.context.options.n_ctx
 
     def stats(self) -> Stats:
-        """Counters of the expert cache since the model was opened."""
-        return Stats(self._snapshot(), self.policy, self.plan.device.name)
+        """Counters of the expert cache and of windows since the model was opened."""
+        window = self._windows().since(self._windows_before) if self.context.rolling else None
+        return Stats(self._snapshot(), self.policy, self.plan.device.name, window)
 
     def reset_stats(self) -> None:
+        self._windows_before = self._windows()
         if self._pager:
             self._pager.reset_stats()
 
@@ -290,6 +307,13 @@ class Model:
         found = [(block, *self._pager.layer_time(i)) for i, block in enumerate([*blocks, None])]
         times = [LayerTime(block, *(ns / 1e3 / graphs for ns in parts)) for block, graphs, parts in found if graphs]
         return sorted(times, key=lambda time: (time.block is None, time.block))
+
+    def _windows(self) -> WindowCounts:
+        """Of all sessions, also closed ones."""
+        total = self._closed_windows
+        for session in self._sessions:
+            total = total.plus(session.counts)
+        return total
 
     def _snapshot(self) -> _shim.PagerStats | None:
         return self._pager.stats() if self._pager else None
@@ -344,9 +368,14 @@ class Model:
 
     def session(self) -> Session:
         """A new KV cache of `n_ctx` tokens. It is closed with the model at the latest."""
-        session = Session(self.native, self.options, self._snapshot, on_close=self._sessions.discard)
+        session = Session(self.native, self.context.options, self.context.rolling, self._snapshot, on_close=self._closed)
         self._sessions.add(session)
         return session
+
+    def _closed(self, session: Session) -> None:
+        if session in self._sessions:
+            self._sessions.discard(session)
+            self._closed_windows = self._closed_windows.plus(session.counts)
 
     def text(self, tokens: Iterator[int]) -> Iterator[str]:
         """Pieces of text for tokens as they come; a character that is split over tokens comes when it is whole."""

@@ -1,4 +1,4 @@
-"""Files that results go to: saved conversations, `--stats-json` of chat, `--output` of bench."""
+"""Files that results go to: saved conversations, `--stats-json` of chat, `--output` and `--plot` of bench."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tinyserve_gguf.errors import OptionError
 
 
 class OutputFile:
-    """A text file that is replaced as a whole. A symbolic link stays one: what it points to is replaced; permissions stay too.
+    """A file that is replaced as a whole. A symbolic link stays one: what it points to is replaced; permissions stay too.
 
     Making one refuses, with OptionError, a path that could not be written later. `option` is the one that named the path, for the message.
     """
@@ -27,11 +27,15 @@ class OutputFile:
             raise self._refusal(error) from None
 
     def write_text(self, text: str) -> None:
-        """Write as UTF-8 and put in place in one step; a failure leaves an earlier file as it was. OptionError if it cannot be written."""
+        """`write_bytes` of the text in UTF-8."""
+        self.write_bytes(text.encode("utf-8", errors="backslashreplace"))  # names of files need not be UTF-8; in JSON this is the right escape
+
+    def write_bytes(self, data: bytes) -> None:
+        """Write and put in place in one step; a failure leaves an earlier file as it was. OptionError if it cannot be written."""
         try:
             part = self._new_part()
             try:
-                part.write_text(text, "utf-8", errors="backslashreplace")  # names of files need not be UTF-8; in JSON this is the right escape
+                part.write_bytes(data)
                 if self._mode is not None:
                     part.chmod(self._mode)
                 part.replace(self._path)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from tinyserve_gguf.errors import CapacityError, OptionError
 from tinyserve_gguf.facts import LayoutGroup, ModelFacts
+from tinyserve_gguf.kv import KvOptions
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -134,10 +135,11 @@ def minimum(group: LayoutGroup) -> int:
     return max(layer.n_used for layer in group.layers)
 
 
-def kv_bytes_per_token(facts: ModelFacts) -> int:
-    """Keys and values of one token in f16: as many as the projections have rows. MLA keeps one compressed row, counted twice to be safe."""
-    rows = {"attn_k.weight": 1, "attn_v.weight": 1, "attn_qkv.weight": 1, "attn_kv_a_mqa.weight": 2}
-    return sum(2 * rows.get(tensor.name.partition(".")[2].partition(".")[2], 0) * tensor.ne(1) for tensor in facts.tensors)
+def kv_bytes_per_token(facts: ModelFacts, kv: KvOptions = KvOptions()) -> int:
+    """Keys and values of one token: as many as the projections have rows. MLA keeps one compressed row, counted twice to be safe."""
+    k, v = (kind.n_bytes / kind.block for kind in (kv.keys, kv.values))
+    row = {"attn_k.weight": k, "attn_v.weight": v, "attn_qkv.weight": max(k, v), "attn_kv_a_mqa.weight": 2 * k}
+    return math.ceil(sum(row.get(tensor.name.partition(".")[2].partition(".")[2], 0) * tensor.ne(1) for tensor in facts.tensors))
 
 
 def compute_bytes(facts: ModelFacts, n_ubatch: int) -> int:
@@ -146,9 +148,9 @@ def compute_bytes(facts: ModelFacts, n_ubatch: int) -> int:
     return 4 * (vocabulary + n_ubatch * 24 * facts.embedding_length) + 128 * MIB
 
 
-def context_bytes(facts: ModelFacts, n_ctx: int, n_ubatch: int) -> int:
-    """KV cache (f16) and compute buffers on the device."""
-    return kv_bytes_per_token(facts) * n_ctx + compute_bytes(facts, n_ubatch)
+def context_bytes(facts: ModelFacts, n_ctx: int, n_ubatch: int, kv: KvOptions = KvOptions()) -> int:
+    """KV cache and compute buffers on the device."""
+    return kv_bytes_per_token(facts, kv) * n_ctx + compute_bytes(facts, n_ubatch)
 
 
 def pick_ubatch(facts: ModelFacts, device: DeviceFacts) -> int:
@@ -159,7 +161,9 @@ def pick_ubatch(facts: ModelFacts, device: DeviceFacts) -> int:
     return next((n for n in UBATCHES_GPU if compute_bytes(facts, n) <= device.free // 16), UBATCHES_GPU[-1])
 
 
-def make_plan(facts: ModelFacts, spec: CacheSpec, device: DeviceFacts, *, n_ctx: int, n_ubatch: int | None = None) -> Plan:
+def make_plan(
+    facts: ModelFacts, spec: CacheSpec, device: DeviceFacts, *, n_ctx: int, n_ubatch: int | None = None, kv: KvOptions = KvOptions()
+) -> Plan:
     """Decide the pools, and the batch of prefill unless `n_ubatch` is given.
 
     Raises CapacityError when a device budget cannot hold what one token needs, OptionError when the size asked for is below that.
@@ -182,7 +186,7 @@ def make_plan(facts: ModelFacts, spec: CacheSpec, device: DeviceFacts, *, n_ctx:
         return _pools(facts, device, n_ubatch, lambda group: int(spec.value) * group.n_experts // total, f"{spec.text} experts, as asked")
     if spec.kind == "bytes":
         return _fit(facts, device, n_ubatch, int(spec.value), f"what fits into {spec.text}, as asked")
-    return _auto(facts, device, n_ctx, n_ubatch)
+    return _auto(facts, device, context_bytes(facts, n_ctx, n_ubatch, kv), n_ubatch)
 
 
 def _pools(facts: ModelFacts, device: DeviceFacts, n_ubatch: int, slots: Callable[[LayoutGroup], int], reason: str) -> Plan:
@@ -216,9 +220,10 @@ def _fit(facts: ModelFacts, device: DeviceFacts, n_ubatch: int, budget: int, rea
     return plan
 
 
-def _auto(facts: ModelFacts, device: DeviceFacts, n_ctx: int, n_ubatch: int) -> Plan:
+def _auto(facts: ModelFacts, device: DeviceFacts, context: int, n_ubatch: int) -> Plan:
+    """`context`: bytes of KV cache and compute buffers."""
     reserve = max(512 * MIB, device.free // 20)
-    rest = context_bytes(facts, n_ctx, n_ubatch) + facts.device_bytes
+    rest = context + facts.device_bytes
     if device.is_cpu:
         rest += facts.expert_bytes  # here the host pool takes from the same memory
     budget = device.free - reserve - rest

@@ -5,35 +5,61 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from tinyserve_gguf._llama import ContextOptions, NativeContext, NativeModel, Sampler, Sampling
+from tinyserve_gguf._llama import ContextOptions, NativeContext, NativeModel, Sampler
 from tinyserve_gguf._shim import PagerStats
 from tinyserve_gguf.errors import ContextFullError, OptionError
+from tinyserve_gguf.sampling import Sampling
+from tinyserve_gguf.sequence import TokenSequence
 from tinyserve_gguf.stats import ReplyStats, phases
+from tinyserve_gguf.window import Rolling, Window, WindowCounts
 
 
 class Session:
     """Made by `Model.session()`. Not for two threads at once; two sessions of one model take turns by themselves."""
 
     def __init__(
-        self, model: NativeModel, options: ContextOptions, snapshot: Callable[[], PagerStats | None], on_close: Callable[[Session], None]
+        self,
+        model: NativeModel,
+        options: ContextOptions,
+        rolling: Rolling | None,
+        snapshot: Callable[[], PagerStats | None],
+        on_close: Callable[[Session], None],
     ) -> None:
         self._model = model
         self._context = NativeContext(model, options)
-        self._step = options.n_ubatch
+        self.counts = WindowCounts()
+        self._sequence = TokenSequence(self._context, rolling, self.counts)
+        self._rolling = rolling
+        self._step = self._context.n_batch
         self._snapshot = snapshot
         self._on_close = on_close
-        self._held: list[int] = []  # tokens whose keys and values are in the cache
         self.last: ReplyStats | None = None
 
     @property
     def n_ctx(self) -> int:
-        """Tokens that fit."""
-        return self._context.n_ctx
+        """Tokens that fit; with a window, those that are held at once."""
+        return self.window.size if self.window else self._context.n_ctx
+
+    @property
+    def window(self) -> Window | None:
+        """The window as the model was loaded with it, if it was."""
+        return self._rolling.window if self._rolling else None
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Tokens in the KV cache."""
-        return tuple(self._held)
+        """Tokens in the KV cache. With a window these are the sinks and the newest ones."""
+        return self._sequence.held
+
+    @property
+    def n_sinks(self) -> int:
+        """Tokens at the beginning that never leave the window; 0 without one."""
+        return self._sequence.window.sinks if self._sequence.window else 0
+
+    def set_sinks(self, n: int) -> None:
+        """Let the first `n` tokens stay when others leave. OptionError without a window, or if they would be more than half of it."""
+        if self._rolling is None:
+            raise OptionError("sinks need a window: give --window")
+        self._sequence.set_sinks(n)
 
     def close(self) -> None:
         self._context.close()
@@ -41,35 +67,31 @@ class Session:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._context.clear()
-        self._held.clear()
-
-    def _cut(self, n: int) -> int:
-        """Forget what follows the first `n` held tokens; returns how many are left, 0 where the memory cannot be cut."""
-        if not self._context.keep(n):
-            self._context.clear()
-            n = 0
-        del self._held[n:]
-        return n
+        self._sequence.clear()
 
     def read(self, tokens: Sequence[int]) -> int:
-        """Bring the cache to exactly `tokens`; returns how many of them were already there. The logits of the last one are then ready.
+        """Bring the cache to `tokens`; returns how many of them had been read before. The logits of the last one are then ready. With a window, a
+        sequence that is longer than it is read in steps, and the oldest tokens after the sinks leave.
 
-        Raises ContextFullError, changing nothing, if they do not fit. May be interrupted between two chunks and called again.
+        Raises ContextFullError, changing nothing, if they do not fit. May be interrupted between two steps and called again.
         """
         if not tokens:
             raise OptionError("the prompt is empty: give at least one token")
         unknown = [token for token in tokens if not 0 <= token < self._model.n_vocab]
         if unknown:
             raise OptionError(f"token {unknown[0]} is outside the vocabulary of {self._model.n_vocab}")
-        if len(tokens) > self.n_ctx:
-            raise ContextFullError(f"{len(tokens)} tokens do not fit into the context of {self.n_ctx}: give a larger -c, or /reset the conversation")
-        same = next((i for i, (a, b) in enumerate(zip(self._held, tokens, strict=False)) if a != b), min(len(self._held), len(tokens)))
-        reused = self._cut(min(same, len(tokens) - 1))  # at least one token must be computed to have logits
-        for start in range(reused, len(tokens), self._step):
-            chunk = list(tokens[start : start + self._step])
-            self._context.decode(chunk, start, want_logits=start + len(chunk) == len(tokens))
-            self._held.extend(chunk)
+        if self._rolling is None and len(tokens) > self.n_ctx:
+            raise ContextFullError(
+                f"{len(tokens)} tokens do not fit into the context of {self.n_ctx}: give a larger -c, or --window to go on without end, "
+                "or /reset the conversation"
+            )
+        same = self._sequence.common(tokens)
+        reused = self._sequence.cut(min(same, len(tokens) - 1))  # at least one token must be computed to have logits
+        start = reused
+        while start < len(tokens):
+            chunk = tokens[start : start + self._sequence.step(self._step)]
+            start += len(chunk)
+            self._sequence.append(chunk, want_logits=start == len(tokens))
         return reused
 
     def generate(self, tokens: Sequence[int], max_tokens: int, sampling: Sampling) -> Iterator[int]:
@@ -83,7 +105,7 @@ class Session:
         sampler = Sampler(sampling, self._context)
         for token in tokens:
             sampler.accept(token)
-        before = self._snapshot()
+        before, evicted, shifts = self._snapshot(), self.counts.evicted_tokens, self.counts.shifts
         start = time.perf_counter()
         reused, made, finish = 0, 0, "interrupted"
         read_at, after_read = start, before
@@ -100,12 +122,11 @@ class Session:
                 yield token
                 if made == max_tokens:
                     break
-                if len(self._held) == self.n_ctx:
+                if self._sequence.is_full:
                     finish = "context"
                     return
-                self._cut(len(self._held))  # drops a token that an interrupt left behind
-                self._context.decode([token], len(self._held), want_logits=True)
-                self._held.append(token)
+                self._sequence.cut(self._sequence.n_tokens)  # drops a token that an interrupt left behind
+                self._sequence.append([token], want_logits=True)
             finish = "length"
         finally:
             sampler.close()
@@ -120,6 +141,8 @@ class Session:
                 finish=finish,
                 prefill=phases(after_read, before),
                 decode=phases(self._snapshot(), after_read),
+                evicted_tokens=self.counts.evicted_tokens - evicted,
+                shifts=self.counts.shifts - shifts,
             )
 
     def logits(self) -> object:

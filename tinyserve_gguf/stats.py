@@ -7,6 +7,7 @@ from typing import Any
 
 from tinyserve_gguf._shim import Counts, PagerStats
 from tinyserve_gguf.plan import size
+from tinyserve_gguf.window import WindowCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +42,29 @@ def _since(now: Counts, before: Counts) -> Counts:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """A model's expert cache since it was opened. `pager` is None when the model is dense: nothing is paged."""
+    """A model's expert cache and windows since it was opened. `pager` is None when the model is dense: nothing is paged."""
 
     pager: PagerStats | None
     policy: str
     device: str
+    window: WindowCounts | None = None  # of all sessions; None without a window
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
+        window = asdict(self.window) if self.window else None
         if self.pager is None:
-            return {"device": self.device, "paged": False}
+            return {"device": self.device, "paged": False, "window": window}
         pager = asdict(self.pager)
         for phase in ("prefill", "decode"):
             pager[phase]["hit_rate"] = hit_rate(getattr(self.pager, phase))
-        return {"device": self.device, "paged": True, "policy": self.policy, **pager}
+        return {"device": self.device, "paged": True, "policy": self.policy, "window": window, **pager}
 
     def lines(self) -> list[str]:
         """The same for people."""
         pager = self.pager
+        window = [f"window: {self.window.line()}"] if self.window else []
         if pager is None:
-            return [f"dense model on {self.device}: nothing is paged"]
+            return [f"dense model on {self.device}: nothing is paged", *window]
         lines = [
             f"{pager.slots_used} of {pager.slots_total} slots in use on {self.device}, {size(pager.pool_bytes)}; policy {self.policy}; "
             f"{size(pager.host_bytes)} of experts",
@@ -73,7 +77,7 @@ class Stats:
                     f"{name}: hit rate {rate:.1%} of {c.lookups} lookups, {c.evictions} evictions, {c.bytes_link / 1e6:.0f} MB over the link "
                     f"in {c.graphs} graphs"
                 )
-        return lines
+        return lines + window
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,8 @@ class ReplyStats:
     finish: str  # "stop", "length", "context" or "interrupted"
     prefill: Counts | None  # None when nothing is paged
     decode: Counts | None
+    evicted_tokens: int = 0  # that left the window meanwhile
+    shifts: int = 0  # times that positions moved down for it
 
     @property
     def prefill_rate(self) -> float:
@@ -125,6 +131,8 @@ class ReplyStats:
         ]
         if self.hit_rate is not None:
             parts += [f"hit rate {self.hit_rate:.1%}", f"{self.mb_per_token:.1f} MB/tok"]
+        if self.evicted_tokens:
+            parts.append(f"{self.evicted_tokens} tok left the window")
         if self.finish != "stop":
             parts.append({"length": "stopped at -n", "context": "context is full", "interrupted": "interrupted"}[self.finish])
         return " | ".join(parts)

@@ -24,6 +24,7 @@ Examples:
   bench model.gguf --link-gbps 13.8 --csv --output slow.csv    what a slower link would do
   bench model.gguf -p 0 --expert-cache 25% --profile           where the time of a token goes
   bench model.gguf -p 0 -n 0 --needle 30000                    does it find a number in a long prompt?
+  bench model.gguf -p 0 -d 0,8192 --window 0,2048 --plot a.png decode over depth, with a window and without
 """
 
 
@@ -76,6 +77,15 @@ counts = list_of(click.IntRange(0, INT32_MAX).convert)
     metavar="LIST",
     help="Eviction policies.",
 )
+@click.option(
+    "--window",
+    "windows",
+    callback=counts,
+    default="0",
+    show_default=True,
+    metavar="LIST",
+    help="Go on without end in a context of W tokens: the oldest leave; 0 = keep all.",
+)
 @device_option
 @engine_option
 @ubatch_option
@@ -93,8 +103,9 @@ counts = list_of(click.IntRange(0, INT32_MAX).convert)
 @click.option("--json", "style", flag_value="json", help="One JSON object.")
 @click.option("--csv", "style", flag_value="csv", help="One line a test, with a header.")
 @click.option("--markdown", "style", flag_value="markdown", default=True, help="A table.  [default]")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Also draw decode speed over depth; needs the extra plot.")
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Write to FILE instead of stdout.")
-def bench(model: str, style: str, output: Path | None, prompt_file: Path | None, **options: Any) -> None:
+def bench(model: str, style: str, output: Path | None, plot: Path | None, prompt_file: Path | None, **options: Any) -> None:
     """Measure the GGUF file MODEL: a line per expert cache, policy, test and depth.
 
     The tests are llama-bench's: pp reads a prompt at once, tg decodes token by token. Bounds are what the link and the compute time of this very run
@@ -102,13 +113,17 @@ def bench(model: str, style: str, output: Path | None, prompt_file: Path | None,
     """
     from tinyserve_gguf import bench_table
     from tinyserve_gguf.bench import Bench, BenchOptions
+    from tinyserve_gguf.bench_plot import as_png, check_plot
 
     if options["profile"] and style == "csv":
         raise OptionError("--profile has no place in --csv, which has one line a test: leave one of them out")
     as_text = {"json": bench_table.as_json, "csv": bench_table.as_csv, "markdown": bench_table.as_markdown}[style]
     file = OutputFile(output, "--output") if output else None
+    picture = OutputFile(plot, "--plot") if plot else None
     for name in ("prompts", "replies"):
         options[name] = tuple(n for n in options[name] if n)
+    if plot:
+        check_plot(options["depths"], options["replies"])
     if prompt_file:
         options |= {"text": read_text(prompt_file), "text_name": prompt_file.name}
     with Interrupt("ask") as interrupt, progress_bar() as show:
@@ -117,7 +132,10 @@ def bench(model: str, style: str, output: Path | None, prompt_file: Path | None,
             found.run()
         finally:
             if any(row.error is None for row in found.rows):
-                text = as_text(found.report())
+                report = found.report()
+                text = as_text(report)
+                if picture:
+                    picture.write_bytes(as_png(report.rows, f"{report.model['name']} on {report.setup['device_description']}"))
                 if file:
                     file.write_text(text + "\n")
                 else:

@@ -32,6 +32,7 @@ Examples:
   git diff | chat model.gguf -p - > review.txt     the prompt from stdin
   chat model.gguf < turns.txt                      a script: every line is a turn
   chat model.gguf --expert-cache 6GiB -c 8192      how much of the device to use
+  chat model.gguf --window --kv-type q8_0          without end, in 2,048 tokens of context
 """
 
 
@@ -39,13 +40,14 @@ Examples:
 @click.argument("model", metavar="MODEL", type=click.Path())
 @click.option("-p", "--prompt", metavar="TEXT", help="Answer TEXT once and leave; - reads it from stdin.")
 @click.option("--system", metavar="TEXT", help="System prompt.")
+@click.option("--keep-system", is_flag=True, help="With --window: the system prompt never leaves, it counts as sinks.")
 @predict_option
 @placement_options
 @sampling_options
 @click.option(
     "--stats-json", type=click.Path(path_type=Path), metavar="FILE", help="Write the stats of every reply and of the model to FILE at the end."
 )
-def chat(model: str, prompt: str | None, system: str | None, n_predict: int, stats_json: Path | None, **options: Any) -> None:
+def chat(model: str, prompt: str | None, system: str | None, keep_system: bool, n_predict: int, stats_json: Path | None, **options: Any) -> None:
     """Chat with the GGUF file MODEL.
 
     Replies go to stdout, everything else to stderr. Without -p, and with stdin not a terminal, every line of stdin is one turn.
@@ -55,6 +57,10 @@ def chat(model: str, prompt: str | None, system: str | None, n_predict: int, sta
         prompt = read_prompt(prompt)
     if system is not None:
         utf8(system, "--system")
+    if keep_system and options["window"] is None:
+        raise OptionError("--keep-system needs --window: without one nothing leaves the context")
+    if keep_system and prompt is not None and not system:
+        raise OptionError("--keep-system has no system prompt to keep: give --system TEXT")
     stats_file = OutputFile(stats_json, "--stats-json") if stats_json else None
     interactive = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     read = no_lines if prompt else TerminalReader() if interactive else pipe_reader(standard_input())
@@ -64,7 +70,9 @@ def chat(model: str, prompt: str | None, system: str | None, n_predict: int, sta
         from tinyserve_gguf.chat import Conversation
 
         with abort_shown(model):
-            conversation = Conversation(loaded, system)
+            conversation = Conversation(loaded, system, keep_system=keep_system)
+        if keep_system:
+            click.echo(click.style(f"system prompt: stays in the window, {conversation.n_sinks} sinks", dim=True), err=True)
         if sys.stderr is not None and sys.stderr.isatty():
             conversation.on_thought = show_thought
         repl = Repl(

@@ -67,6 +67,27 @@ def plan_lines(facts: ModelFacts) -> list[str]:
     return plan.lines()
 
 
+def context_lines(facts: ModelFacts) -> list[str]:
+    """What the KV cache of the model takes, and how a window is kept with keys of each type."""
+    from tinyserve_gguf.kv import KV_TYPES, why_no_shift, why_no_window
+
+    if problem := why_no_window(facts.attention):
+        return [f"--window: impossible, {problem}"]
+    reasons: dict[str, list[str]] = {}
+    for name in KV_TYPES:
+        reasons.setdefault(why_no_shift(facts.attention, name, lambda _kind, _length: True), []).append(name)
+    lines = []
+    for reason, names in reasons.items():
+        types = "every type" if len(names) == len(KV_TYPES) else ", ".join(names)
+        how = f"tokens leave and positions stay: {reason}" if reason else "tokens leave and positions move down"
+        lines.append(f"--window, {types}: {how}")
+    if facts.attention.sliding_window:
+        lines.append(f"sliding window of {facts.attention.sliding_window} in some blocks; their cache is kept as long as the others")
+    if facts.attention.is_recurrent:
+        lines.append("recurrent state in some blocks; it also remembers what left a window")
+    return lines
+
+
 def facts_dict(facts: ModelFacts) -> dict[str, object]:
     """The facts as JSON holds them. Sizes in bytes."""
     return {
@@ -100,6 +121,7 @@ def facts_dict(facts: ModelFacts) -> dict[str, object]:
         ],
         "idle_layers": [_layer_dict(layer) for layer in facts.idle_layers],
         "placement": placement_lines(facts),
+        "context": context_lines(facts),
         "plan": plan_lines(facts),
     }
 
@@ -142,6 +164,9 @@ def _print_report(console: Console, facts: ModelFacts) -> None:
     console.print(_type_table(console, facts))
     console.print("\nplacement", style="bold")
     for line in placement_lines(facts):
+        console.print(f"  {line}")
+    console.print("\ncontext", style="bold")
+    for line in context_lines(facts):
         console.print(f"  {line}")
     console.print("\non this machine, with default options", style="bold")
     for line in plan_lines(facts):

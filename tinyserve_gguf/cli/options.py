@@ -14,13 +14,16 @@ from tinyserve_gguf.choices import ENGINES, POLICIES
 from tinyserve_gguf.errors import OptionError
 
 if TYPE_CHECKING:
-    from tinyserve_gguf._llama import Sampling
+    from tinyserve_gguf.sampling import Sampling
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 INT32_MAX = 2**31 - 1  # llama.cpp takes these as 32-bit numbers; a larger one would wrap around unseen
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
 MAX_UBATCH = 1 << 16  # 128 times the default; what lies above only exhausts memory
+KV_TYPES = ("f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl", "f32")
+FLASH_ATTENTION = ("auto", "on", "off")
+DEFAULT_WINDOW = 2048
 SAMPLING = ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
 
 
@@ -74,6 +77,18 @@ class TokenLimit(click.IntRange):
         return number
 
 
+class WindowSize(click.IntRange):
+    """Tokens. The option's value may be left out, so what follows it may be another argument."""
+
+    def __init__(self) -> None:
+        super().__init__(min=2, max=INT32_MAX)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if not str(value).lstrip("-").isdecimal():
+            self.fail(f"{value!r} is no number of tokens: write --window after MODEL, or --window=N", param, ctx)
+        return int(super().convert(value, param, ctx))
+
+
 expert_cache_option = click.option(
     "--expert-cache",
     type=ExpertCache(),
@@ -98,11 +113,25 @@ ctx_size_option = click.option(
     "--ctx-size",
     "n_ctx",
     type=click.IntRange(0, INT32_MAX),
-    default=4096,
-    show_default=True,
     metavar="N",
-    help="Context length in tokens; 0 = the model's own.",
+    help="Context length in tokens; 0 = the model's own.  [default: 4096]",
 )
+window_option = click.option(
+    "--window",
+    type=WindowSize(),
+    is_flag=False,
+    flag_value=DEFAULT_WINDOW,
+    metavar="[W]",
+    help=f"Go on without end in a context of W tokens: the oldest leave.  [default: off; {DEFAULT_WINDOW} without a value]",
+)
+sinks_option = click.option(
+    "--sinks", type=click.IntRange(0, INT32_MAX), metavar="S", help="With --window: how many of the first tokens never leave.  [default: 4]"
+)
+kv_type_option = click.option(
+    "--kv-type", type=click.Choice(KV_TYPES), default="f16", show_default=True, help="Type of the KV cache: of keys, and of values too."
+)
+kv_type_v_option = click.option("--kv-type-v", type=click.Choice(KV_TYPES), help="Type of the values, if not that of the keys.")
+flash_attn_option = click.option("--flash-attn", type=click.Choice(FLASH_ATTENTION), default="auto", show_default=True, help="Flash attention.")
 ubatch_option = click.option(
     "-b",
     "--ubatch",
@@ -129,8 +158,9 @@ predict_option = click.option(
 
 
 def placement_options(command: F) -> F:
-    """Everything `load` takes, as keyword arguments of the same names: expert_cache, policy, device, n_ctx, n_ubatch, n_threads."""
-    for option in (threads_option, ubatch_option, ctx_size_option, device_option, policy_option, expert_cache_option):
+    """What `load` takes, as keyword arguments of the same names."""
+    context = (flash_attn_option, kv_type_v_option, kv_type_option, sinks_option, window_option, ctx_size_option)
+    for option in (threads_option, ubatch_option, *context, device_option, policy_option, expert_cache_option):
         command = option(command)
     return command
 
@@ -152,6 +182,6 @@ def sampling_options(command: F) -> F:
 
 def take_sampling(options: dict[str, Any]) -> Sampling:
     """Move the sampling options out of a command's keyword arguments into a Sampling. What is left are the arguments of `load`."""
-    from tinyserve_gguf._llama import Sampling
+    from tinyserve_gguf.sampling import Sampling
 
     return Sampling(**{name: options.pop(name) for name in SAMPLING})

@@ -14,7 +14,7 @@ from tinyserve_gguf.cli.lines import LineDropped
 from tinyserve_gguf.errors import ContextFullError, OptionError
 
 if TYPE_CHECKING:
-    from tinyserve_gguf._llama import Sampling
+    from tinyserve_gguf.sampling import Sampling
     from tinyserve_gguf.stats import ReplyStats
 
 PROMPT = "> "
@@ -162,7 +162,7 @@ class Repl:
         self.turns.append(stats)
         self._say(stats.line())
         if stats.finish == "context":
-            self._say("the context is full: /reset starts over, a larger -c makes room")
+            self._say("the context is full: /reset starts over, a larger -c makes room, --window goes on without end")
 
     # ---- input
 
