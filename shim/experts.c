@@ -100,6 +100,7 @@ static enum tsg_status enter(struct tsg_pager * pager, bool there, int32_t layer
         return tsg_fail(TSG_E_STATE, "the model is not loaded");
     }
     mtx_lock(&pager->lock);
+    tsg_admit_settle(pager);
     tsg_resident_to_host(pager);
     return TSG_OK;
 }

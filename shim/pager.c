@@ -29,6 +29,10 @@ void tsg_pager_unref(struct tsg_pager * pager) {
     if (atomic_fetch_sub(&pager->refs, 1) > 1) {
         return;
     }
+    if (tsg_coexec_lost(pager)) {
+        return;
+    }
+    tsg_coexec_free(pager);
     tsg_resident_free(pager);
     tsg_host_free(pager);
     free_pools(pager);

@@ -20,7 +20,7 @@ LAYERS = (
     ("facts", "channels"),
     ("plan",),
     ("_shim",),
-    ("experts", "stats"),
+    ("experts", "miss", "stats"),
     ("session",),
     ("model",),
     ("chat", "bench_baseline", "bench_measure", "bench_needle"),

@@ -13,6 +13,7 @@ from tinyserve_gguf._shim import Device, Pager, Part
 from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, OptionError
 from tinyserve_gguf.experts import Experts
 from tinyserve_gguf.facts import ExpertLayer, ModelFacts, PartFacts, TensorFacts, read_facts
+from tinyserve_gguf.miss import MissOptions, default_miss_threads
 from tinyserve_gguf.plan import CacheSpec, DeviceFacts, Plan, make_plan
 from tinyserve_gguf.session import Session
 from tinyserve_gguf.stats import Stats
@@ -70,6 +71,9 @@ def load(
     n_threads: int | None = None,
     engine: str = "auto",
     link_gbps: float | None = None,
+    miss: str = "fetch",
+    miss_admit: int | None = None,
+    miss_threads: int | None = None,
     progress: Callable[[float], bool] | None = None,
 ) -> Model:
     """Open a GGUF model with its routed experts paged through a pool of slots.
@@ -84,6 +88,10 @@ def load(
         n_threads: threads of CPU computation; by default one per core.
         engine: "auto", "host" (the host reads the router's choice once a layer) or "device" (one CUDA graph a token; an error where that cannot be).
         link_gbps: slow the host-to-device link down to so many GB/s, for what-if runs on the device engine.
+        miss: what happens to misses of decode: "fetch" them, let the "cpu" compute them where they lie, or "split" them so that link and CPU finish
+            together. On a GPU the CPU's part rounds differently from llama.cpp on that GPU.
+        miss_admit: of the misses that the CPU computes, one in so many enters the pool, in the background; 0 for none, by default 8.
+        miss_threads: threads that compute them; by default as many as for other CPU work, with one core left to the device's thread.
         progress: called with 0..1 while weights are loaded; returning False stops it with an EngineError.
 
     Raises ModelFileError, OptionError or CapacityError, one line each, before anything is left behind.
@@ -95,11 +103,14 @@ def load(
     for name, value, least in (("-c", n_ctx, 0), ("-b", 1 if n_ubatch is None else n_ubatch, 1), ("-t", 1 if n_threads is None else n_threads, 1)):
         if value < least:
             raise OptionError(f"{name} is {least} or more, not {value}")
+    misses = MissOptions(miss, miss_admit, miss_threads)
+    if misses.uses_cpu and engine == "device":
+        raise OptionError(f"the device engine fetches every miss: --miss {miss} needs --engine auto or host")
     facts = read_facts(path)
     n_ctx = min(n_ctx or facts.context_length, facts.context_length or n_ctx)
     plan, chosen = plan_for(facts, expert_cache=expert_cache, device=device, n_ctx=n_ctx, n_ubatch=n_ubatch)
     options = ContextOptions(n_ctx=n_ctx, n_batch=plan.n_ubatch, n_ubatch=plan.n_ubatch, n_threads=n_threads or default_threads())
-    return Model(plan, chosen, policy, options, engine=engine, link_gbps=link_gbps, progress=progress)
+    return Model(plan, chosen, policy, options, engine=engine, link_gbps=link_gbps, misses=misses, progress=progress)
 
 
 class _Progress:
@@ -134,6 +145,7 @@ class Model:
         *,
         engine: str = "auto",
         link_gbps: float | None = None,
+        misses: MissOptions = MissOptions(),
         progress: Callable[[float], bool] | None = None,
     ) -> None:
         self.plan = plan
@@ -146,12 +158,12 @@ class Model:
         self._sessions: set[Session] = set()  # open ones
         self._own: Session | None = None  # that of generate()
         try:
-            self._open(engine, link_gbps, progress)
+            self._open(engine, link_gbps, misses, progress)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, engine: str, link_gbps: float | None, progress: Callable[[float], bool] | None) -> None:
+    def _open(self, engine: str, link_gbps: float | None, misses: MissOptions, progress: Callable[[float], bool] | None) -> None:
         layers: dict[tuple[int, str], tuple[int, ExpertLayer]] = {}
         offload: Offload | None = None if self._device.is_cpu else Offload(self._device.handle)
         stage = _Progress(progress)
@@ -164,6 +176,8 @@ class Model:
                 for layer in pool.group.layers:
                     parts = [self._part(part) for part in layer.parts]
                     layers[layer.block, layer.family] = self._pager.add_layer(index, layer.n_expert, layer.n_used, parts), layer
+            if misses.uses_cpu:
+                self._pager.use_cpu(next(device for device in _shim.devices() if device.is_cpu), misses.threads or default_miss_threads())
             self._pager.commit()
             offload = self._pager.offload(EXPERT_PATTERN)
         try:
@@ -181,8 +195,10 @@ class Model:
             self._experts = Experts(self._pager, layers)
             if link_gbps is not None:
                 self._pager.set_link(link_gbps * 1e9)
-        elif link_gbps is not None or engine != "auto":
-            raise OptionError(f"{self.facts.name} is dense: there is no expert engine to choose and no link to slow down")
+            if misses.uses_cpu:
+                self._pager.set_miss(misses.resolve(lambda: link_gbps * 1e9 if link_gbps else self._device.link_rate()))
+        elif link_gbps is not None or engine != "auto" or misses.uses_cpu:
+            raise OptionError(f"{self.facts.name} is dense: there is no expert engine to choose, no link to slow down and no expert to miss")
 
     def _part(self, part: PartFacts) -> Part:
         w = part.weight
@@ -252,7 +268,8 @@ class Model:
 
     def lines(self) -> list[str]:
         """What was decided and why, for people: the plan, and what could only be known once the model was loaded."""
-        return self.plan.lines() + ([f"engine: {self.engine}", f"host pool: {self.host_pool}"] if self._pager else [])
+        pager = self._pager
+        return self.plan.lines() + ([f"engine: {self.engine}", f"host pool: {self.host_pool}", f"misses: {pager.miss}"] if pager else [])
 
     @property
     def host_pool(self) -> str:

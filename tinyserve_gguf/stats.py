@@ -57,6 +57,12 @@ class Stats:
                     f"{name}: hit rate {rate:.1%} of {c.lookups} lookups, {c.evictions} evictions, {c.bytes_link / 1e6:.0f} MB over the link "
                     f"in {c.graphs} graphs"
                 )
+        if pager.decode.cpu_rows:
+            c, n = pager.decode, pager.notes
+            lines.append(
+                f"misses {pager.miss}: {c.cpu_rows} expert rows in {n.cpu_ns / 1e9:.2f} s, {c.admitted} experts entered the pool in the background; "
+                f"waited {n.wait_cpu_ns / 1e9:.2f} s for the CPU, {n.wait_device_ns / 1e9:.2f} s for {self.device}"
+            )
         return lines
 
 

@@ -1,0 +1,188 @@
+// admit.c - which misses enter the pool, and how they get there.
+//
+// A miss that the CPU computes costs nothing to leave out, so the pool is for experts that come back: one enters if it was missed before within a window
+// of graphs, and at most one for so many misses. Both are counts, so a run repeats. The copy runs beside everything else, on a stream of its own, and until
+// its event says that it is there the expert goes on being a miss.
+#include "coexec.h"
+
+#include "engine.h"
+
+// ---- copies ----
+
+static bool link_delay(struct tsg_engine * e, bool begin, uint64_t bytes) {
+    const struct tsg_resident * r        = e->pager->resident;
+    uint64_t                    ns       = bytes * r->ps_per_byte / 1000;
+    tsg_cu_ptr                  mark     = r->link + sizeof(uint64_t);
+    void *                      params[] = { &mark, &ns };
+    return r->ps_per_byte == 0 ||
+           tsg_cuda_ok(r->cuda, r->cuda->launch(begin ? r->cuda->mark : r->cuda->delay, 1, 1, 1, 1, 1, 1, 0, e->side, params, NULL), "cuLaunchKernel");
+}
+
+static bool copy_row(struct tsg_engine * e, const struct ggml_tensor * to, const void * from, size_t size, int32_t slot) {
+    const struct tsg_cuda * cuda = e->pager->resident->cuda;
+    return tsg_cuda_ok(cuda, cuda->copy_to_device_async((tsg_cu_ptr) to->data + (size_t) slot * size, from, size, e->side), "cuMemcpyHtoDAsync");
+}
+
+// On our side stream. What lay in the slot is read by nobody: the router's ids were waited for, and this step does not use it.
+static bool copy_beside(struct tsg_engine * e, const struct tsg_layer * layer, int32_t expert, int32_t slot) {
+    const struct tsg_pool * pool = &e->pager->pools[layer->pool];
+    bool ok = tsg_cuda_enter(e->pager->resident->cuda) && link_delay(e, true, 0);
+    for (int32_t p = 0; p < layer->n_parts && ok; p++) {
+        const struct tsg_weight * w = &layer->weight[p];
+        ok = copy_row(e, pool->slot[p], w->host + (size_t) expert * w->bytes, w->bytes, slot) &&
+             (!w->bias || copy_row(e, pool->bias[p], w->bias + expert * w->ne1, (size_t) w->ne1 * sizeof(float), slot)) &&
+             (!w->scale || copy_row(e, pool->scale[p], w->scale + expert, sizeof(float), slot));
+    }
+    return ok && link_delay(e, false, tsg_layer_expert_bytes(layer));
+}
+
+// ---- choosing ----
+
+// The missing expert that decode wants most, or -1. Ties go to the lowest number.
+static int32_t most_popular(const struct tsg_engine * e, const struct tsg_slots * slots, const bool * candidate) {
+    int32_t  best = -1;
+    uint32_t most = 0;
+    for (int32_t i = 0; i < e->n_distinct; i++) {
+        const uint32_t freq = candidate[i] ? tsg_use_freq(&slots->use[e->global[i]], slots->clock, slots->period) : 0;
+        if (candidate[i] && (best < 0 || freq > most)) {
+            best = i;
+            most = freq;
+        }
+    }
+    return best;
+}
+
+// How many of `n` misses to fetch so that link and CPU finish together.
+static int32_t share_of_link(const struct tsg_miss * miss, int32_t n) {
+    const double fetch = miss->link_rate > 0 ? 1 / miss->link_rate : 0, compute = miss->cpu_rate > 0 ? 1 / miss->cpu_rate : 0;
+    int32_t      best  = 0;
+    double       least = n * compute;
+    for (int32_t f = 1; f <= n && fetch > 0 && compute > 0; f++) {
+        const double time = f * fetch > (n - f) * compute ? f * fetch : (n - f) * compute;
+        if (time < least) {
+            least = time;
+            best  = f;
+        }
+    }
+    return best;
+}
+
+int32_t tsg_admit_fetch(struct tsg_engine * e, const struct tsg_step * step, bool * missing) {
+    struct tsg_pager *  pager  = e->pager;
+    struct tsg_pool *   pool   = tsg_engine_pool(e, step);
+    struct tsg_counts * counts = &pager->counts[TSG_DECODE];
+    int32_t             n      = 0;
+    for (int32_t i = 0; i < e->n_distinct; i++) {
+        n += missing[i];
+    }
+    const int32_t want = pager->coexec.miss.mode == TSG_MISS_SPLIT ? share_of_link(&pager->coexec.miss, n) : 0;
+    int32_t       done = 0;
+    while (done < want) {
+        const int32_t   i    = most_popular(e, &pool->slots, missing);
+        struct tsg_load load = { .slot = -1 };
+        if (!tsg_slots_admit(&pool->slots, e->global[i], &load, counts)) {
+            break;  // pinned, or used in this step: the CPU computes them
+        }
+        if (!pager->resident) {
+            tsg_pool_load_slot(pool, e->inner, step->layer, e->distinct[i], load.slot);
+        } else if (!copy_beside(e, step->layer, e->distinct[i], load.slot)) {
+            return -1;
+        }
+        missing[i]          = false;
+        e->slot[i]          = load.slot;
+        counts->bytes_link += tsg_layer_expert_bytes(step->layer);
+        done++;
+    }
+    return done == 0 || !pager->resident || tsg_inner_waits(e, e->side, TSG_EV_LAUNCH_OUT) ? done : -1;
+}
+
+// Those that have earned a slot. A free one costs nobody his place: there the first miss is enough.
+static bool find_earned(struct tsg_engine * e, const struct tsg_slots * slots, const bool * missing, bool * earned) {
+    const struct tsg_coexec * x     = &e->pager->coexec;
+    bool                      found = false;
+    for (int32_t i = 0; i < e->n_distinct; i++) {
+        const uint64_t last = slots->missed[e->global[i]];
+        earned[i]           = missing[i] && (slots->n_used < slots->n_slots || x->miss.window == 0 || (last && x->graphs - last <= (uint64_t) x->miss.window));
+        found              |= earned[i];
+    }
+    return found;
+}
+
+static bool admit(struct tsg_engine * e, const struct tsg_step * step, int32_t i) {
+    struct tsg_pager *  pager  = e->pager;
+    struct tsg_coexec * x      = &pager->coexec;
+    struct tsg_pool *   pool   = tsg_engine_pool(e, step);
+    struct tsg_counts * counts = &pager->counts[TSG_DECODE];
+    struct tsg_load     load;
+    if ((pager->resident && x->n_pending == TSG_MAX_PENDING) || !tsg_slots_admit(&pool->slots, e->global[i], &load, counts)) {
+        return true;  // not now
+    }
+    counts->bytes_link += tsg_layer_expert_bytes(step->layer);
+    counts->admitted++;
+    if (!pager->resident) {  // in the order of the inner stream: there for the next step
+        tsg_pool_load_slot(pool, e->inner, step->layer, e->distinct[i], load.slot);
+        return true;
+    }
+    struct tsg_pending * p = &x->pending[x->n_pending++];
+    p->pool                = pool;
+    p->expert              = e->global[i];
+    p->done                = p->done ? p->done : ggml_backend_event_new(pager->inner);
+    pool->slots.loading[p->expert] = true;
+    return copy_beside(e, step->layer, e->distinct[i], load.slot) &&
+           tsg_cuda_ok(pager->resident->cuda, pager->resident->cuda->event_record(p->done->context, e->side), "cuEventRecord");
+}
+
+bool tsg_admit_later(struct tsg_engine * e, const struct tsg_step * step, const bool * missing) {
+    struct tsg_coexec * x     = &e->pager->coexec;
+    struct tsg_slots *  slots = &tsg_engine_pool(e, step)->slots;
+    bool *              earned = e->corun->earned;
+    bool                any    = find_earned(e, slots, missing, earned), ok = true;
+    for (int32_t i = 0; i < e->n_distinct; i++) {
+        if (missing[i]) {
+            slots->missed[e->global[i]] = x->graphs;
+            x->credit++;
+        }
+    }
+    while (ok && any && x->miss.every > 0 && x->credit >= (uint64_t) x->miss.every) {
+        const int32_t i = most_popular(e, slots, earned);
+        any             = i >= 0;
+        if (any) {
+            x->credit -= (uint64_t) x->miss.every;
+            earned[i]  = false;
+            ok         = slots->slot_of[e->global[i]] >= 0 || admit(e, step, i);  // it may be on its way
+        }
+    }
+    const uint64_t most = 2 * (uint64_t) x->miss.every;  // what was not used is not saved up for a burst
+    x->credit           = x->credit < most ? x->credit : most;
+    return ok;
+}
+
+// ---- arrivals ----
+
+static void arrived(struct tsg_pending * p) {
+    p->pool->slots.loading[p->expert] = false;
+}
+
+void tsg_admit_poll(struct tsg_pager * pager) {
+    struct tsg_coexec * x = &pager->coexec;
+    int32_t             n = 0;
+    for (int32_t i = 0; i < x->n_pending; i++) {
+        struct tsg_pending p = x->pending[i];
+        if (pager->resident->cuda->event_query(p.done->context) == 0) {
+            arrived(&p);
+        } else {
+            x->pending[i]   = x->pending[n];  // swapped: events are kept for later copies
+            x->pending[n++] = p;
+        }
+    }
+    x->n_pending = n;
+}
+
+void tsg_admit_settle(struct tsg_pager * pager) {
+    struct tsg_coexec * x = &pager->coexec;
+    for (int32_t i = 0; i < x->n_pending; i++) {
+        ggml_backend_event_synchronize(x->pending[i].done);
+        arrived(&x->pending[i]);
+    }
+    x->n_pending = 0;
+}

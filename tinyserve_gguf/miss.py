@@ -1,0 +1,47 @@
+"""What happens to experts that decode misses: fetched into a slot, computed by the CPU where they lie, or some of both."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tinyserve_gguf._shim import MISS_MODES, Miss
+from tinyserve_gguf.errors import OptionError
+
+CHOICES = MISS_MODES
+EVERY = 8  # co-execution: one miss in so many enters the pool
+WINDOW = 64  # graphs within which an expert must be missed a second time for that
+
+
+def default_miss_threads() -> int:
+    """Threads for misses: those of other CPU work (see `model.default_threads`), but one core is left to the thread that drives the device."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(cores - 1, cores if cores <= 8 else cores // 2))
+
+
+@dataclass(frozen=True, slots=True)
+class MissOptions:
+    """What the user asked for. `every` (0: no miss enters the pool) and `threads` are for a CPU that computes misses: OptionError where none does."""
+
+    mode: str = "fetch"  # one of CHOICES
+    every: int | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in CHOICES:
+            raise OptionError(f"--miss is one of {', '.join(CHOICES)}, not {self.mode!r}")
+        for name, value, least in (("--miss-admit", self.every, 0), ("--miss-threads", self.threads, 1)):
+            if value is not None and value < least:
+                raise OptionError(f"{name} is {least} or more, not {value}")
+            if value is not None and not self.uses_cpu:
+                raise OptionError(f"{name} is for --miss {' or '.join(CHOICES[1:])}: with fetch the CPU computes no expert")
+
+    @property
+    def uses_cpu(self) -> bool:
+        return self.mode != "fetch"
+
+    def resolve(self, link_rate: Callable[[], float]) -> Miss:
+        """The same for the shim. `link_rate`, in bytes per second, is asked if it matters."""
+        every = EVERY if self.every is None else self.every
+        return Miss(self.mode, every=every, window=WINDOW, link_rate=link_rate() if self.mode == "split" else 0.0)
