@@ -1,5 +1,5 @@
 // experts.c - counters, and single experts by hand: look, pin, prefetch, evict.
-#include "pager.h"
+#include "coexec.h"
 
 #include <string.h>
 
@@ -12,7 +12,7 @@ void tsg_pager_stats(struct tsg_pager * pager, struct tsg_stats * out) {
         .host_rung     = pager->host.rung,
         .all_resident  = pager->n_pools > 0,
         .notes         = pager->notes,
-        .device_engine = pager->resident != NULL,
+        .device_engine = pager->resident != NULL && !tsg_coexec_on(pager),
     };
     tsg_resident_add_counts(pager, &out->phase[TSG_DECODE]);
     for (int32_t i = 0; i < pager->n_layers; i++) {

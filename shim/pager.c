@@ -1,6 +1,6 @@
 // pager.c - life of a pager: pools and layers are added, committed to device memory, filled by llama.cpp's loader, released by the last user.
+#include "coexec.h"
 #include "cuda.h"
-#include "pager.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -336,7 +336,7 @@ const char * tsg_pager_host(struct tsg_pager * pager) {
 }
 
 const char * tsg_pager_engine(struct tsg_pager * pager) {
-    return pager->why;
+    return tsg_coexec_on(pager) ? "host-driven, as the CPU computes misses" : pager->why;
 }
 
 enum tsg_status tsg_pager_set_link(struct tsg_pager * pager, double bytes_per_second) {

@@ -171,7 +171,8 @@ class Recorder:
 
     def snapshot(self) -> Any:
         n = len(self.tokens)
-        return SimpleNamespace(prefill=Counts(bytes_link=10 * n), decode=Counts(graphs=n), notes=SimpleNamespace(host_ns=n * 1000))
+        notes = SimpleNamespace(host_ns=n * 1000, wait_cpu_ns=0, wait_device_ns=0)
+        return SimpleNamespace(prefill=Counts(bytes_link=10 * n), decode=Counts(graphs=n), notes=notes)
 
 
 def measured(context: Any, case: Case, repeat: int = 2, warmup: int = 0) -> Measured:

@@ -268,8 +268,12 @@ class Model:
 
     def lines(self) -> list[str]:
         """What was decided and why, for people: the plan, and what could only be known once the model was loaded."""
-        pager = self._pager
-        return self.plan.lines() + ([f"engine: {self.engine}", f"host pool: {self.host_pool}", f"misses: {pager.miss}"] if pager else [])
+        return self.plan.lines() + ([f"engine: {self.engine}", f"host pool: {self.host_pool}", f"misses: {self.miss}"] if self._pager else [])
+
+    @property
+    def miss(self) -> str:
+        """What happens to misses of decode, and why, for people."""
+        return self._pager.miss if self._pager else "none, nothing is paged"
 
     @property
     def host_pool(self) -> str:

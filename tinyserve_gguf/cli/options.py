@@ -21,6 +21,7 @@ INT32_MAX = 2**31 - 1  # llama.cpp takes these as 32-bit numbers; a larger one w
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
 MAX_UBATCH = 1 << 16  # 128 times the default; what lies above only exhausts memory
 ENGINES = ("auto", "host", "device")
+MISSES = ("fetch", "cpu", "split")
 POLICIES = ("lfru", "lru", "slru", "lfu", "fifo")
 SAMPLING = ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
 
@@ -94,6 +95,25 @@ engine_option = click.option(
 device_option = click.option(
     "--device", type=Device(), default="auto", show_default=True, metavar="NAME", help="Device that computes: auto, CPU, CUDA0, ..."
 )
+miss_option = click.option(
+    "--miss",
+    type=click.Choice(MISSES),
+    default="fetch",
+    show_default=True,
+    help="Experts that decode misses: fetch them, let the CPU compute them, or split them between both.",
+)
+miss_admit_option = click.option(
+    "--miss-admit",
+    type=click.IntRange(0, INT32_MAX),
+    metavar="N",
+    help="Of the misses that the CPU computes one in N enters the cache; 0 = none.  [default: 8]",
+)
+miss_threads_option = click.option(
+    "--miss-threads",
+    type=click.IntRange(1, MAX_THREADS),
+    metavar="N",
+    help="CPU threads that compute misses.  [default: chosen for this machine]",
+)
 ctx_size_option = click.option(
     "-c",
     "--ctx-size",
@@ -130,8 +150,10 @@ predict_option = click.option(
 
 
 def placement_options(command: F) -> F:
-    """Everything `load` takes, as keyword arguments of the same names: expert_cache, policy, device, n_ctx, n_ubatch, n_threads."""
-    for option in (threads_option, ubatch_option, ctx_size_option, device_option, policy_option, expert_cache_option):
+    """What `load` takes, as keyword arguments of the same names: expert_cache, policy, miss, miss_admit, miss_threads, device, n_ctx, n_ubatch,
+    n_threads."""
+    misses = (miss_threads_option, miss_admit_option, miss_option)
+    for option in (threads_option, ubatch_option, ctx_size_option, device_option, *misses, policy_option, expert_cache_option):
         command = option(command)
     return command
 
