@@ -40,7 +40,7 @@ static void describe(struct tsg_pager * pager) {
     struct tsg_coexec * x = &pager->coexec;
     char admission[128] = "no miss enters the pool";
     if (x->miss.every > 0) {
-        snprintf(admission, sizeof(admission), "one in %d enters the pool%s", x->miss.every, x->miss.window ? " once it comes back" : "");
+        snprintf(admission, sizeof(admission), "at most one in %d enters the pool", x->miss.every);
     }
     if (x->cannot) {
         snprintf(x->text, sizeof(x->text), "fetched: %s", x->why);
@@ -79,7 +79,7 @@ enum tsg_status tsg_pager_set_miss(struct tsg_pager * pager, const struct tsg_mi
     if (!pager->ready) {
         return tsg_fail(TSG_E_STATE, "the model is not loaded");
     }
-    if (miss->mode < TSG_MISS_FETCH || miss->mode > TSG_MISS_SPLIT || miss->every < 0 || miss->window < 0 || miss->link_rate < 0 || miss->cpu_rate < 0 ||
+    if (miss->mode < TSG_MISS_FETCH || miss->mode > TSG_MISS_SPLIT || miss->every < 0 || miss->link_rate < 0 || miss->cpu_rate < 0 ||
         (miss->mode == TSG_MISS_SPLIT && miss->link_rate <= 0)) {
         return tsg_fail(TSG_E_ARGUMENT, "there is no such way to handle misses");
     }

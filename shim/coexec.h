@@ -15,7 +15,7 @@ struct tsg_corun {
     struct tsg_pair       pairs[TSG_MAX_PAIRS];  // what the CPU computes of this step
     int32_t               n_pairs;
     bool                  missing[TSG_MAX_EXPERTS];  // [n_distinct] of the step
-    bool                  earned[TSG_MAX_EXPERTS];   // likewise
+    bool                  candidate[TSG_MAX_EXPERTS];  // likewise: may still enter the pool
     bool                  on_cpu[TSG_MAX_EXPERTS];   // by expert
 };
 

@@ -29,13 +29,16 @@ static bool spin(struct tsg_cpu * cpu, int from, uint64_t ns) {
     return false;
 }
 
-static void set_state(struct tsg_cpu * cpu, int state) {
+// Who is lost stays so until it leaves. Returns what the state became, which is not what it is by then.
+static int set_state(struct tsg_cpu * cpu, int state) {
     mtx_lock(&cpu->lock);
-    if (atomic_load(&cpu->state) != TSG_CPU_LOST || state == TSG_CPU_LEAVES) {
-        atomic_store(&cpu->state, state);
+    if (atomic_load(&cpu->state) == TSG_CPU_LOST && state != TSG_CPU_LEAVES) {
+        state = TSG_CPU_LOST;
     }
+    atomic_store(&cpu->state, state);
     cnd_broadcast(&cpu->changed);
     mtx_unlock(&cpu->lock);
+    return state;
 }
 
 // The next thing to do; sleeps until there is one.
@@ -69,8 +72,7 @@ static int helper(void * data) {
             const uint64_t start = tsg_nanoseconds();
             cpu->status  = cpu->compute(cpu->backend, cpu->graph);
             cpu->took_ns = tsg_nanoseconds() - start;
-            set_state(cpu, TSG_CPU_DONE);
-            state = atomic_load(&cpu->state);
+            state        = set_state(cpu, TSG_CPU_DONE);
         }
         if (state == TSG_CPU_LOST) {
             atomic_store(&cpu->came_back, true);

@@ -50,7 +50,6 @@ struct tsg_coexec {
     struct tsg_cpu * cpu;       // NULL: misses are fetched
     struct tsg_miss  miss;
     bool             cannot;    // a model whose chain cannot be cloned, or a device where it does not work; `why` says it
-    uint64_t         graphs;    // decode graphs so far
     uint64_t         credit;    // misses that count towards the next admission
     uint64_t         cpu_ns;    // measured over the first steps
     uint64_t         cpu_bytes;

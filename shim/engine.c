@@ -382,7 +382,6 @@ static enum ggml_status compute_steps(struct tsg_engine * e, struct ggml_cgraph 
     }
     tsg_resident_to_host(pager);
     if (on_both) {
-        pager->coexec.graphs++;
         tsg_admit_poll(pager);
     }
     if (phase == TSG_PREFILL && tsg_stream_can(e)) {

@@ -18,10 +18,8 @@ bool tsg_slots_init(struct tsg_slots * slots, enum tsg_policy policy, int32_t n_
         .in_step   = calloc((size_t) n_slots, sizeof(uint64_t)),
         .hits      = calloc((size_t) n_experts, sizeof(uint64_t)),
         .misses    = calloc((size_t) n_experts, sizeof(uint64_t)),
-        .missed    = calloc((size_t) n_experts, sizeof(uint64_t)),
     };
-    if (!slots->slot_of || !slots->expert_in || !slots->pinned || !slots->loading || !slots->use || !slots->in_step || !slots->hits || !slots->misses ||
-        !slots->missed) {
+    if (!slots->slot_of || !slots->expert_in || !slots->pinned || !slots->loading || !slots->use || !slots->in_step || !slots->hits || !slots->misses) {
         tsg_slots_free(slots);
         return false;
     }
@@ -43,7 +41,6 @@ void tsg_slots_free(struct tsg_slots * slots) {
     free(slots->in_step);
     free(slots->hits);
     free(slots->misses);
-    free(slots->missed);
     *slots = (struct tsg_slots) { 0 };
 }
 
@@ -215,9 +212,17 @@ int32_t tsg_slots_acquire(struct tsg_slots * slots, const int32_t * experts, int
     return n_loads;
 }
 
-bool tsg_slots_admit(struct tsg_slots * slots, int32_t expert, struct tsg_load * out, struct tsg_counts * counts) {
+static uint32_t popularity(const struct tsg_slots * slots, int32_t expert) {
+    return tsg_use_freq(&slots->use[expert], slots->clock, slots->period);
+}
+
+bool tsg_slots_admit(struct tsg_slots * slots, int32_t expert, bool earned, struct tsg_load * out, struct tsg_counts * counts) {
     struct candidate victim;
     if (find_victims(slots, 1, false, slots->clock, &victim) == 0) {
+        return false;
+    }
+    const int32_t leaves = slots->expert_in[victim.slot];
+    if (earned && leaves >= 0 && popularity(slots, expert) <= popularity(slots, leaves)) {
         return false;
     }
     load(slots, expert, victim.slot, counts);

@@ -119,11 +119,10 @@ struct tsg_stats {
     bool     all_resident;       // every pool holds all its experts: nothing ever moves
 };
 
-// What to do with misses. Which of those that the CPU computes enter the pool is decided by counts alone: a run repeats.
+// What to do with misses. Of those that the CPU computes one enters the pool if decode wants it more than the one that would leave.
 struct tsg_miss {
     enum tsg_miss_mode mode;
-    int32_t            every;      // at most one in so many; 0 = none
-    int32_t            window;     // and only one that was missed before within so many graphs; 0 = at its first miss
+    int32_t            every;      // and at most one in so many; 0 = none
     double             link_rate;  // split: bytes per second over the link,
     double             cpu_rate;   // and of experts that the CPU computes; 0 = measured over the first layers
 };

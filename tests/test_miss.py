@@ -43,7 +43,7 @@ def test_every_architecture_and_split(model_file: ModelFile, name: str) -> None:
         rows = [cpu_rows(model)]
         for ratio in SPLITS:
             model.reset_stats()
-            model._pager.set_miss(Miss("split", every=4, window=16, link_rate=1e9, cpu_rate=ratio * 1e9))  # type: ignore[union-attr]
+            model._pager.set_miss(Miss("split", every=4, link_rate=1e9, cpu_rate=ratio * 1e9))  # type: ignore[union-attr]
             assert paged(model, STEPS, BATCHES) == expected
             rows.append(cpu_rows(model))
         assert rows[0] > 0
@@ -117,6 +117,6 @@ def test_bench_compares_the_ways(model_file: ModelFile, tmp_path: Path) -> None:
     ]
     assert [row["cpu_rows_per_token"] > 0 for row in rows] == [False, True, True]
     assert rows[2]["admitted_per_token"] == rows[2]["mb_per_token"] == 0
-    assert rows[1]["miss"].startswith("computed by the CPU with 1 threads, one in 4")
+    assert rows[1]["miss"].startswith("computed by the CPU with 1 threads, at most one in 4")
     line = error_line(cli("bench", model_file("mixtral"), "--miss-admit", "4", *options, cwd=tmp_path))
     assert "with fetch the CPU computes no expert" in line

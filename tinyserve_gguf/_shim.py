@@ -215,7 +215,6 @@ class Miss:
 
     mode: str = "fetch"  # one of MISS_MODES
     every: int = 0  # of those that the CPU computes at most one in so many enters the pool; 0 = none
-    window: int = 0  # and only one that was missed before within so many graphs; 0 = at its first miss
     link_rate: float = 0.0  # for "split"
     cpu_rate: float = 0.0  # likewise; 0 = measured over the first layers
 
@@ -303,7 +302,7 @@ class Pager:
     def set_miss(self, miss: Miss) -> None:
         """What to do with misses from now on. EngineError for the CPU's part without `use_cpu`, or before `ready`."""
         rates = {"link_rate": miss.link_rate, "cpu_rate": miss.cpu_rate}
-        options = {"mode": MISS_MODES.index(miss.mode), "every": miss.every, "window": miss.window} | rates
+        options = {"mode": MISS_MODES.index(miss.mode), "every": miss.every} | rates
         _check(_lib.tsg_pager_set_miss(self._pager, _ffi.new("struct tsg_miss *", options)))
 
     @property

@@ -10,8 +10,7 @@ from tinyserve_gguf._shim import MISS_MODES, Miss
 from tinyserve_gguf.errors import OptionError
 
 CHOICES = MISS_MODES
-EVERY = 8  # co-execution: one miss in so many enters the pool
-WINDOW = 64  # graphs within which an expert must be missed a second time for that
+EVERY = 4  # co-execution: at most one miss in so many enters the pool
 
 
 def default_miss_threads() -> int:
@@ -44,4 +43,4 @@ class MissOptions:
     def resolve(self, link_rate: Callable[[], float]) -> Miss:
         """The same for the shim. `link_rate`, in bytes per second, is asked if it matters."""
         every = EVERY if self.every is None else self.every
-        return Miss(self.mode, every=every, window=WINDOW, link_rate=link_rate() if self.mode == "split" else 0.0)
+        return Miss(self.mode, every=every, link_rate=link_rate() if self.mode == "split" else 0.0)

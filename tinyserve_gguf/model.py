@@ -90,7 +90,7 @@ def load(
         link_gbps: slow the host-to-device link down to so many GB/s, for what-if runs on the device engine.
         miss: what happens to misses of decode: "fetch" them, let the "cpu" compute them where they lie, or "split" them so that link and CPU finish
             together. On a GPU the CPU's part rounds differently from llama.cpp on that GPU.
-        miss_admit: of the misses that the CPU computes, one in so many enters the pool, in the background; 0 for none, by default 8.
+        miss_admit: of the misses that the CPU computes at most one in so many enters the pool, in the background; 0 for none, by default 4.
         miss_threads: threads that compute them; by default as many as for other CPU work, with one core left to the device's thread.
         progress: called with 0..1 while weights are loaded; returning False stops it with an EngineError.
 

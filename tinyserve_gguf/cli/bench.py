@@ -100,7 +100,7 @@ counts = list_of(click.IntRange(0, INT32_MAX).convert)
     "miss_admits",
     callback=lambda context, parameter, value: counts(context, parameter, value) if value else (),
     metavar="LIST",
-    help="Of the misses that the CPU computes one in N enters the cache; 0 = none.  [default: 8]",
+    help="Of the misses that the CPU computes at most one in N enters the cache; 0 = none.  [default: 4]",
 )
 @miss_threads_option
 @device_option

@@ -106,7 +106,7 @@ miss_admit_option = click.option(
     "--miss-admit",
     type=click.IntRange(0, INT32_MAX),
     metavar="N",
-    help="Of the misses that the CPU computes one in N enters the cache; 0 = none.  [default: 8]",
+    help="Of the misses that the CPU computes at most one in N enters the cache; 0 = none.  [default: 4]",
 )
 miss_threads_option = click.option(
     "--miss-threads",
