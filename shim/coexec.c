@@ -36,7 +36,7 @@ static const struct tsg_weight * find_unquantized(const struct tsg_pager * pager
     return NULL;
 }
 
-static void describe(struct tsg_pager * pager) {
+void tsg_coexec_describe(struct tsg_pager * pager) {
     struct tsg_coexec * x = &pager->coexec;
     char admission[128] = "no miss enters the pool";
     if (x->miss.every > 0) {
@@ -47,7 +47,7 @@ static void describe(struct tsg_pager * pager) {
     } else if (all_resident(pager)) {
         snprintf(x->text, sizeof(x->text), "none, every expert is resident");
     } else if (x->miss.mode == TSG_MISS_FETCH) {
-        snprintf(x->text, sizeof(x->text), "fetched");
+        snprintf(x->text, sizeof(x->text), "fetched%s", x->cpu || pager->inner_is_cpu ? "" : "; --miss auto finds out whether the CPU would be faster");
     } else if (x->miss.mode == TSG_MISS_CPU) {
         snprintf(x->text, sizeof(x->text), "computed by the CPU with %d threads, %s", x->cpu->n_threads, admission);
     } else if (x->miss.cpu_rate > 0) {
@@ -60,7 +60,7 @@ static void describe(struct tsg_pager * pager) {
 }
 
 const char * tsg_pager_miss(struct tsg_pager * pager) {
-    return pager->coexec.text[0] ? pager->coexec.text : "fetched";
+    return pager->coexec.text;
 }
 
 enum tsg_status tsg_pager_use_cpu(struct tsg_pager * pager, void * cpu_device, int32_t n_threads) {
@@ -97,7 +97,7 @@ enum tsg_status tsg_pager_set_miss(struct tsg_pager * pager, const struct tsg_mi
         x->cannot = true;
         snprintf(x->why, sizeof(x->why), "%s is %s, and such experts cannot leave the device", w->name, ggml_type_name(w->type));
     }
-    describe(pager);
+    tsg_coexec_describe(pager);
     mtx_unlock(&pager->lock);
     return TSG_OK;
 }
@@ -230,7 +230,7 @@ static void measure_cpu(struct tsg_engine * e, const struct tsg_step * step, int
     x->cpu_bytes += (uint64_t) n_experts * tsg_layer_expert_bytes(step->layer);
     if (x->cpu_steps >= RATE_SKIP + TSG_RATE_STEPS && x->cpu_ns > 0) {
         x->miss.cpu_rate = (double) x->cpu_bytes * 1e9 / (double) x->cpu_ns;
-        describe(e->pager);
+        tsg_coexec_describe(e->pager);
     }
 }
 
@@ -272,7 +272,7 @@ bool tsg_coexec_step(struct tsg_engine * e, struct ggml_cgraph * graph, const st
     if (!tsg_chain_find(&r->chain, graph, step)) {  // this model fetches
         x->cannot = true;
         snprintf(x->why, sizeof(x->why), "%s", tsg_last_error());
-        describe(e->pager);
+        tsg_coexec_describe(e->pager);
         ggml_log_internal(GGML_LOG_LEVEL_WARN, "tinyserve: misses are %s\n", x->text);
         return tsg_engine_run_step(e, graph, step, TSG_DECODE);
     }

@@ -12,6 +12,7 @@ void tsg_pager_stats(struct tsg_pager * pager, struct tsg_stats * out) {
         .host_rung     = pager->host.rung,
         .all_resident  = pager->n_pools > 0,
         .notes         = pager->notes,
+        .cpu_cannot    = pager->coexec.cannot,
         .device_engine = pager->resident != NULL && !tsg_coexec_on(pager),
     };
     tsg_resident_add_counts(pager, &out->phase[TSG_DECODE]);

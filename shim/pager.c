@@ -327,6 +327,7 @@ enum tsg_status tsg_pager_ready(struct tsg_pager * pager, bool (*progress)(float
         }
     }
     status       = status == TSG_OK ? choose_engine(pager) : status;
+    tsg_coexec_describe(pager);
     pager->ready = status == TSG_OK;
     return status;
 }

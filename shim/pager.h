@@ -162,6 +162,7 @@ void tsg_resident_throttle(struct tsg_pager * pager, double bytes_per_second);
 
 // coexec.c, admit.c
 bool tsg_coexec_lost(const struct tsg_pager * pager);   // the CPU still computes what nobody waits for: what it reads must stay
+void tsg_coexec_describe(struct tsg_pager * pager);     // writes coexec.text
 void tsg_coexec_free(struct tsg_pager * pager);
 void tsg_admit_settle(struct tsg_pager * pager);        // waits for copies on their way into slots; the pager is locked
 

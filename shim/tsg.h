@@ -116,6 +116,7 @@ struct tsg_stats {
     int64_t  slots_used;
     struct tsg_notes notes;
     bool     device_engine;      // decode is device-resident
+    bool     cpu_cannot;         // the CPU cannot compute the misses of this model; tsg_pager_miss() says why
     bool     all_resident;       // every pool holds all its experts: nothing ever moves
 };
 

@@ -80,8 +80,8 @@ def test_a_value_that_would_be_ignored_is_refused(model_file: ModelFile, tmp_pat
     path = model_file("mixtral")
     for options, message in (
         ({"miss": "guess"}, "--miss is one of fetch, cpu, split"),
-        ({"miss_admit": 4}, "--miss-admit is for --miss cpu or split"),
-        ({"miss_threads": 1}, "--miss-threads is for --miss cpu or split"),
+        ({"miss_admit": 4}, "--miss-admit is for --miss cpu, split or auto"),
+        ({"miss_threads": 1}, "--miss-threads is for --miss cpu, split or auto"),
         ({"miss": "cpu", "miss_admit": -1}, "--miss-admit is 0 or more"),
         ({"miss": "cpu", "miss_threads": 0}, "--miss-threads is 1 or more"),
         ({"miss": "cpu", "engine": "device"}, "the device engine fetches every miss"),

@@ -167,6 +167,7 @@ class PagerStats:
     all_resident: bool
     device_engine: bool
     miss: str  # what happens to misses of decode, and why
+    cpu_cannot: bool  # the CPU cannot compute those of this model
     notes: Notes
 
 
@@ -349,6 +350,7 @@ class Pager:
             all_resident=out.all_resident,
             device_engine=out.device_engine,
             miss=self.miss,
+            cpu_cannot=out.cpu_cannot,
             notes=Notes(*_numbers(out.notes, Notes)),
         )
 

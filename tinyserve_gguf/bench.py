@@ -118,10 +118,12 @@ class Bench:
         """The ways to handle misses, each with every rate of admission where that applies."""
         options, found = self.options, list[MissOptions]()
         for mode in dict.fromkeys(options.misses):
-            rates = dict.fromkeys(options.miss_admits) if mode != "fetch" and options.miss_admits else (None,)
+            rates = dict.fromkeys(options.miss_admits) if mode in ("cpu", "split") and options.miss_admits else (None,)
             found += [MissOptions(mode, every, options.miss_threads if mode != "fetch" else None) for every in rates]
-        if not any(miss.uses_cpu for miss in found) and (options.miss_admits or options.miss_threads):
-            raise OptionError("--miss-admit and --miss-threads are for --miss cpu or split: with fetch the CPU computes no expert")
+        if not any(miss.mode in ("cpu", "split") for miss in found) and options.miss_admits:
+            raise OptionError("--miss-admit is for --miss cpu or split: with fetch the CPU computes no expert, and auto tries several rates")
+        if not any(miss.uses_cpu for miss in found) and options.miss_threads:
+            raise OptionError("--miss-threads is for --miss cpu, split or auto: with fetch the CPU computes no expert")
         return found
 
     def _plan_runs(self) -> list[_Run]:
@@ -204,6 +206,7 @@ class Bench:
                 miss=run.misses.mode,
                 miss_admit=run.misses.every,
                 miss_threads=run.misses.threads,
+                miss_remember=False,
                 progress=self._loading(f"{name}, {run.policy}" + (f", miss {run.misses.mode}" if run.misses.uses_cpu else "")),
             )
         except TinyserveError as error:
@@ -212,7 +215,8 @@ class Bench:
         with model:
             base = self._placed(replace(base, load_seconds=time.perf_counter() - start), model, run.misses)
             needle = hide(model, options.needle, options.text, options.seed) if options.needle else None
-            self._measure(base, model.native, model.options, lambda: model.stats().pager, free)
+            self._measure(base, model.native, model.options, lambda: model.stats().pager, free, model.decoded)
+            self.notes += [f"{base.run}: {note}" for note in model.take_notes()]
             if needle:
                 self._seek(base, model, needle)
 
@@ -323,7 +327,13 @@ class Bench:
     # ---- shared ----
 
     def _measure(
-        self, base: Row, native: NativeModel, options: ContextOptions, snapshot: Callable[[], PagerStats | None], free_before: int | None
+        self,
+        base: Row,
+        native: NativeModel,
+        options: ContextOptions,
+        snapshot: Callable[[], PagerStats | None],
+        free_before: int | None,
+        decoded: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
         """All tests of one run, in one context."""
         if not self.options.cases:
@@ -334,7 +344,7 @@ class Bench:
             self._failed(base, error)
             return
         with closing(context):
-            subject = Subject(context, self._source(native), snapshot, self._tick)
+            subject = Subject(context, self._source(native), snapshot, self._tick, decoded)
             for case in self.options.cases:
                 self._show(f"{base.run}: {case.name}")
                 row = measured_row(base, measure(subject, case, self.options.repeat, self.options.warmup))

@@ -62,6 +62,7 @@ class Subject:
     source: TokenSource
     snapshot: Callable[[], PagerStats | None]  # counters of the expert cache; None where nothing is paged
     tick: Callable[[], None]
+    decoded: Callable[[float], None] = lambda _seconds: None  # hears what every decoded token took
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,9 @@ def _step(subject: Subject, token: int, position: int) -> float:
     start = time.perf_counter()
     subject.context.decode([token], position, want_logits=True)
     subject.context.synchronize()
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    subject.decoded(seconds)
+    return seconds
 
 
 def total(counts: Sequence[Counts | None]) -> Counts | None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from tinyserve_gguf._shim import MISS_MODES, Miss
 from tinyserve_gguf.errors import OptionError
 
-CHOICES = MISS_MODES
+CHOICES = (*MISS_MODES, "auto")
+RATES = (4, 16, 1)  # of admission, that auto tries
 EVERY = 4  # co-execution: at most one miss in so many enters the pool
 
 
@@ -26,6 +27,7 @@ class MissOptions:
     mode: str = "fetch"  # one of CHOICES
     every: int | None = None
     threads: int | None = None
+    remember: bool = True  # auto: keep what was found for the next time, and use what was kept
 
     def __post_init__(self) -> None:
         if self.mode not in CHOICES:
@@ -34,13 +36,22 @@ class MissOptions:
             if value is not None and value < least:
                 raise OptionError(f"{name} is {least} or more, not {value}")
             if value is not None and not self.uses_cpu:
-                raise OptionError(f"{name} is for --miss {' or '.join(CHOICES[1:])}: with fetch the CPU computes no expert")
+                raise OptionError(f"{name} is for --miss cpu, split or auto: with fetch the CPU computes no expert")
+        if self.mode == "auto" and self.every is not None:
+            raise OptionError("--miss auto tries rates of admission by itself: leave --miss-admit out, or choose --miss cpu or split")
 
     @property
     def uses_cpu(self) -> bool:
         return self.mode != "fetch"
 
     def resolve(self, link_rate: Callable[[], float]) -> Miss:
-        """The same for the shim. `link_rate`, in bytes per second, is asked if it matters."""
+        """The same for the shim; not for auto. `link_rate`, in bytes per second, is asked if it matters."""
+        if self.mode == "fetch":
+            return Miss()
         every = EVERY if self.every is None else self.every
         return Miss(self.mode, every=every, link_rate=link_rate() if self.mode == "split" else 0.0)
+
+
+def candidates(link_rate: float) -> list[Miss]:
+    """What auto tries. `link_rate` in bytes per second."""
+    return [Miss(), *(Miss("cpu", every=every) for every in RATES), Miss("split", every=EVERY, link_rate=link_rate)]

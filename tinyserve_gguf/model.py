@@ -14,6 +14,7 @@ from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, Op
 from tinyserve_gguf.experts import Experts
 from tinyserve_gguf.facts import ExpertLayer, ModelFacts, PartFacts, TensorFacts, read_facts
 from tinyserve_gguf.miss import MissOptions, default_miss_threads
+from tinyserve_gguf.miss_tuning import Tuning
 from tinyserve_gguf.plan import CacheSpec, DeviceFacts, Plan, make_plan
 from tinyserve_gguf.session import Session
 from tinyserve_gguf.stats import Stats
@@ -74,6 +75,7 @@ def load(
     miss: str = "fetch",
     miss_admit: int | None = None,
     miss_threads: int | None = None,
+    miss_remember: bool = True,
     progress: Callable[[float], bool] | None = None,
 ) -> Model:
     """Open a GGUF model with its routed experts paged through a pool of slots.
@@ -88,10 +90,12 @@ def load(
         n_threads: threads of CPU computation; by default one per core.
         engine: "auto", "host" (the host reads the router's choice once a layer) or "device" (one CUDA graph a token; an error where that cannot be).
         link_gbps: slow the host-to-device link down to so many GB/s, for what-if runs on the device engine.
-        miss: what happens to misses of decode: "fetch" them, let the "cpu" compute them where they lie, or "split" them so that link and CPU finish
-            together. On a GPU the CPU's part rounds differently from llama.cpp on that GPU.
+        miss: what happens to misses of decode: "fetch" them, let the "cpu" compute them where they lie, "split" them so that link and CPU finish
+            together, or "auto": try all of that on the first tokens and go on with the fastest. On a GPU the CPU's part rounds differently from
+            llama.cpp on that GPU.
         miss_admit: of the misses that the CPU computes at most one in so many enters the pool, in the background; 0 for none, by default 4.
         miss_threads: threads that compute them; by default as many as for other CPU work, with one core left to the device's thread.
+        miss_remember: "auto" keeps its choice in the user's cache directory, and uses one that is kept there.
         progress: called with 0..1 while weights are loaded; returning False stops it with an EngineError.
 
     Raises ModelFileError, OptionError or CapacityError, one line each, before anything is left behind.
@@ -103,7 +107,7 @@ def load(
     for name, value, least in (("-c", n_ctx, 0), ("-b", 1 if n_ubatch is None else n_ubatch, 1), ("-t", 1 if n_threads is None else n_threads, 1)):
         if value < least:
             raise OptionError(f"{name} is {least} or more, not {value}")
-    misses = MissOptions(miss, miss_admit, miss_threads)
+    misses = MissOptions(miss, miss_admit, miss_threads, miss_remember)
     if misses.uses_cpu and engine == "device":
         raise OptionError(f"the device engine fetches every miss: --miss {miss} needs --engine auto or host")
     facts = read_facts(path)
@@ -157,6 +161,7 @@ class Model:
         self._native: NativeModel | None = None
         self._sessions: set[Session] = set()  # open ones
         self._own: Session | None = None  # that of generate()
+        self._tuning: Tuning | None = None  # --miss auto
         try:
             self._open(engine, link_gbps, misses, progress)
         except BaseException:
@@ -196,7 +201,10 @@ class Model:
             if link_gbps is not None:
                 self._pager.set_link(link_gbps * 1e9)
             if misses.uses_cpu:
-                self._pager.set_miss(misses.resolve(lambda: link_gbps * 1e9 if link_gbps else self._device.link_rate()))
+                if misses.mode != "auto":
+                    self._pager.set_miss(misses.resolve(lambda: link_gbps * 1e9 if link_gbps else self._device.link_rate()))
+                elif not self._pager.stats().all_resident:
+                    self._tuning = Tuning(self._pager, misses, self.facts, self._device, engine, link_gbps)
         elif link_gbps is not None or engine != "auto" or misses.uses_cpu:
             raise OptionError(f"{self.facts.name} is dense: there is no expert engine to choose, no link to slow down and no expert to miss")
 
@@ -273,7 +281,18 @@ class Model:
     @property
     def miss(self) -> str:
         """What happens to misses of decode, and why, for people."""
-        return self._pager.miss if self._pager else "none, nothing is paged"
+        if self._pager is None:
+            return "none, nothing is paged"
+        return self._tuning.text if self._tuning else self._pager.miss
+
+    def decoded(self, seconds: float) -> None:
+        """Tell `--miss auto` how long a token took. Sessions do; who decodes by himself must."""
+        if self._tuning:
+            self._tuning.decoded(seconds)
+
+    def take_notes(self) -> list[str]:
+        """What `--miss auto` found out since the last call, for people."""
+        return self._tuning.take_notes() if self._tuning else []
 
     @property
     def host_pool(self) -> str:
@@ -341,7 +360,7 @@ class Model:
 
     def session(self) -> Session:
         """A new KV cache of `n_ctx` tokens. It is closed with the model at the latest."""
-        session = Session(self.native, self.options, self._snapshot, on_close=self._sessions.discard)
+        session = Session(self.native, self.options, self._snapshot, on_close=self._sessions.discard, on_step=self.decoded)
         self._sessions.add(session)
         return session
 

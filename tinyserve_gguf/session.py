@@ -15,13 +15,19 @@ class Session:
     """Made by `Model.session()`. Not for two threads at once; two sessions of one model take turns by themselves."""
 
     def __init__(
-        self, model: NativeModel, options: ContextOptions, snapshot: Callable[[], PagerStats | None], on_close: Callable[[Session], None]
+        self,
+        model: NativeModel,
+        options: ContextOptions,
+        snapshot: Callable[[], PagerStats | None],
+        on_close: Callable[[Session], None],
+        on_step: Callable[[float], None],
     ) -> None:
         self._model = model
         self._context = NativeContext(model, options)
         self._step = options.n_ubatch
         self._snapshot = snapshot
         self._on_close = on_close
+        self._on_step = on_step  # hears how many seconds a decoded token took
         self._held: list[int] = []  # tokens whose keys and values are in the cache
         self.last: ReplyStats | None = None
 
@@ -91,8 +97,11 @@ class Session:
             reused = self.read(tokens)
             self._context.synchronize()
             read_at, after_read = time.perf_counter(), self._snapshot()
+            step_at = None
             while made != max_tokens:
-                token = sampler.sample(self._context)
+                token = sampler.sample(self._context)  # waits for the logits
+                if step_at is not None:
+                    self._on_step(time.perf_counter() - step_at)
                 if self._model.is_end(token):
                     finish = "stop"
                     return
@@ -104,6 +113,7 @@ class Session:
                     finish = "context"
                     return
                 self._cut(len(self._held))  # drops a token that an interrupt left behind
+                step_at = time.perf_counter()
                 self._context.decode([token], len(self._held), want_logits=True)
                 self._held.append(token)
             finish = "length"

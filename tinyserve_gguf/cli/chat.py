@@ -74,6 +74,7 @@ def chat(model: str, prompt: str | None, system: str | None, n_predict: int, sta
             max_tokens=n_predict,
             sampling=sampling,
             stats_lines=lambda: loaded.stats().lines(),
+            notes=loaded.take_notes,
             interactive=interactive,
         )
         finished = repl.answer(prompt) if prompt else repl.run()

@@ -21,7 +21,7 @@ INT32_MAX = 2**31 - 1  # llama.cpp takes these as 32-bit numbers; a larger one w
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
 MAX_UBATCH = 1 << 16  # 128 times the default; what lies above only exhausts memory
 ENGINES = ("auto", "host", "device")
-MISSES = ("fetch", "cpu", "split")
+MISSES = ("fetch", "cpu", "split", "auto")
 POLICIES = ("lfru", "lru", "slru", "lfu", "fifo")
 SAMPLING = ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
 
@@ -100,7 +100,7 @@ miss_option = click.option(
     type=click.Choice(MISSES),
     default="fetch",
     show_default=True,
-    help="Experts that decode misses: fetch them, let the CPU compute them, or split them between both.",
+    help="Experts that decode misses: fetch them, let the CPU compute them, split them between both, or auto: what is fastest here.",
 )
 miss_admit_option = click.option(
     "--miss-admit",
