@@ -234,26 +234,30 @@ static void measure_cpu(struct tsg_engine * e, const struct tsg_step * step, int
     }
 }
 
-// Device and CPU side by side, from the first expert matmul to the end of the chain.
-static bool compute_both(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, const bool * missing) {
-    struct tsg_corun *   r     = e->corun;
-    struct tsg_cpu *     cpu   = e->pager->coexec.cpu;
-    struct tsg_counts *  counts = &e->pager->counts[TSG_DECODE];
+// The device's part: from the first expert matmul to the end of the chain, always the same piece of the graph, so that ggml-cuda can keep its CUDA graph.
+static bool compute_on_device(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step) {
+    return tsg_engine_use_slots(e, graph, step) && tsg_engine_compute_range(e, graph, step->first, e->corun->chain.end) == GGML_STATUS_SUCCESS;
+}
+
+// Device and CPU side by side.
+static bool compute_on_both(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step) {
+    struct tsg_corun *   r      = e->corun;
+    struct tsg_cpu *     cpu    = e->pager->coexec.cpu;
+    struct tsg_notes *   notes  = &e->pager->notes;
+    int32_t              n      = 0;
     struct ggml_tensor * rows;
     tsg_cpu_start(cpu, tsg_chain_clone(&r->chain, r->ctx, r->memory, r->pairs, r->n_pairs, &rows));
-    const bool ok = tsg_engine_use_slots(e, graph, step) &&
-                    tsg_engine_compute_range(e, graph, step->first, r->chain.end) == GGML_STATUS_SUCCESS && tsg_admit_later(e, step, missing);
+    const bool     ok    = compute_on_device(e, graph, step) && tsg_admit_later(e, step, r->missing);
     const uint64_t start = tsg_nanoseconds();
     if (!tsg_cpu_wait(cpu) || !ok) {
         return false;
     }
+    notes->wait_cpu_ns += tsg_nanoseconds() - start;
+    notes->cpu_ns      += cpu->took_ns;
+    e->pager->counts[TSG_DECODE].cpu_rows += (uint64_t) r->n_pairs;
     write_rows(e, rows);
-    e->pager->notes.wait_cpu_ns += tsg_nanoseconds() - start;
-    e->pager->notes.cpu_ns      += cpu->took_ns;
-    counts->cpu_rows            += (uint64_t) r->n_pairs;
-    int32_t n = 0;
     for (int32_t i = 0; i < e->n_distinct; i++) {
-        n += missing[i];
+        n += r->missing[i];
     }
     measure_cpu(e, step, n);
     return true;
@@ -284,9 +288,6 @@ bool tsg_coexec_step(struct tsg_engine * e, struct ggml_cgraph * graph, const st
         return false;
     }
     list_pairs(e, step, r->missing);
-    if (r->n_pairs == 0) {
-        return tsg_engine_use_slots(e, graph, step);
-    }
     *done = r->chain.end;
-    return compute_both(e, graph, step, r->missing);
+    return r->n_pairs == 0 ? compute_on_device(e, graph, step) : compute_on_both(e, graph, step);
 }

@@ -1,11 +1,11 @@
 // cpu.c - the CPU beside the device: one helper thread that runs graphs on ggml's CPU backend.
-#define _DEFAULT_SOURCE  // sysconf's name for the cores
+#define _GNU_SOURCE  // sched_getaffinity
 
 #include "coexec.h"
 
+#include <sched.h>
 #include <stdlib.h>
 #include <time.h>
-#include <unistd.h>
 
 // Waking a sleeping thread takes some 20 to 50 microseconds, and would twice a layer: who waits looks for a while first.
 #define HELPER_SPIN_NS 200000   // about what a device needs between two layers
@@ -85,6 +85,11 @@ bool tsg_cpu_is_lost(const struct tsg_cpu * cpu) {
     return cpu && atomic_load(&cpu->state) == TSG_CPU_LOST && !atomic_load(&cpu->came_back);
 }
 
+static int usable_cores(void) {
+    cpu_set_t set;
+    return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
 struct tsg_cpu * tsg_cpu_new(ggml_backend_dev_t device, int32_t n_threads) {
     struct tsg_cpu * cpu = calloc(1, sizeof(struct tsg_cpu));
     if (!cpu) {
@@ -96,7 +101,7 @@ struct tsg_cpu * tsg_cpu_new(ggml_backend_dev_t device, int32_t n_threads) {
     cpu->compute   = ggml_backend_graph_compute;
     cpu->n_threads = n_threads;
     cpu->late_ms   = TSG_CPU_LATE_MS;
-    cpu->spins     = sysconf(_SC_NPROCESSORS_ONLN) > n_threads;
+    cpu->spins     = usable_cores() > n_threads;
     atomic_init(&cpu->state, TSG_CPU_IDLE);
     mtx_init(&cpu->lock, mtx_plain);
     cnd_init(&cpu->changed);

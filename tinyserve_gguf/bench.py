@@ -17,7 +17,7 @@ from tinyserve_gguf._shim import PagerStats
 from tinyserve_gguf.bench_baseline import all_on_cpu, full_bytes, label, open_stock, resident_bytes, tightest_split
 from tinyserve_gguf.bench_measure import Case, Subject, TokenSource, measure
 from tinyserve_gguf.bench_needle import REPLY_TOKENS, Needle, hide, look
-from tinyserve_gguf.bench_table import Report, Row, measured_row, with_bounds
+from tinyserve_gguf.bench_table import Report, Row, guard_lines, measured_row, with_bounds
 from tinyserve_gguf.errors import CapacityError, ModelFileError, OptionError, TinyserveError
 from tinyserve_gguf.facts import read_facts
 from tinyserve_gguf.miss import MissOptions
@@ -160,6 +160,7 @@ class Bench:
         rows, notes = with_bounds(self.rows), list(self.notes)
         if any(row.is_timed and not row.all_resident and row.runner == "tinyserve-gguf" and row.bound_from is None for row in rows):
             notes.append("bounds need the compute time with everything on the device, and it was not measured: --baseline or --expert-cache all does")
+        notes += guard_lines(rows)
         return Report(
             model={"path": str(facts.path), "name": facts.name, "architecture": facts.architecture, "file_bytes": facts.file_bytes},
             setup={

@@ -119,6 +119,24 @@ def _bounded(row: Row, full: Row | None) -> Row:
     )
 
 
+def guard_lines(rows: Iterable[Row]) -> list[str]:
+    """A line for every decode row with misses: against the fastest that llama.cpp reached in the same test with no more memory for experts."""
+    rows = [row for row in rows if row.is_timed and row.rate and (row.test or "").startswith("tg")]
+    lines = []
+    for row in rows:
+        if row.runner == "llama.cpp" or row.all_resident:
+            continue
+        room = (row.expert_bytes or 0) + (row.stage_bytes or 0)
+        rivals = [r for r in rows if r.runner == "llama.cpp" and r.test == row.test and r.n_cpu_moe and (r.expert_bytes or 0) <= room]
+        if not rivals:
+            continue
+        best = max(rivals, key=lambda r: r.rate or 0.0)
+        ratio = (row.rate or 0.0) / (best.rate or 1.0)
+        line = f"{row.run}, {row.test}: {ratio:.2f} times the {best.rate:.1f} tok/s of {best.run}, llama.cpp's best with no more memory for experts"
+        lines.append(line if ratio >= 1 else f"{line}: use that, a larger --expert-cache, or --miss auto")
+    return lines
+
+
 def measured_row(base: Row, measured: Measured) -> Row:
     """`base` with the numbers of one test."""
     rates, counts, case = measured.rates, measured.counts, measured.case

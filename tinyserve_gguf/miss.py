@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinyserve_gguf._shim import MISS_MODES, Miss
 from tinyserve_gguf.errors import OptionError
@@ -12,12 +12,6 @@ from tinyserve_gguf.errors import OptionError
 CHOICES = (*MISS_MODES, "auto")
 RATES = (4, 16, 1)  # of admission, that auto tries
 EVERY = 4  # co-execution: at most one miss in so many enters the pool
-
-
-def default_miss_threads() -> int:
-    """Threads for misses: those of other CPU work (see `model.default_threads`), but one core is left to the thread that drives the device."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min(cores - 1, cores if cores <= 8 else cores // 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +37,10 @@ class MissOptions:
     @property
     def uses_cpu(self) -> bool:
         return self.mode != "fetch"
+
+    def completed(self, n_threads: int) -> MissOptions:
+        """With threads, where other CPU work has `n_threads`: as many, but one core is left to the thread that drives the device."""
+        return self if self.threads or not self.uses_cpu else replace(self, threads=max(1, min(n_threads, len(os.sched_getaffinity(0)) - 1)))
 
     def resolve(self, link_rate: Callable[[], float]) -> Miss:
         """The same for the shim; not for auto. `link_rate`, in bytes per second, is asked if it matters."""

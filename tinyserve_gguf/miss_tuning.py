@@ -6,7 +6,7 @@ from threading import Lock
 
 from tinyserve_gguf._shim import Device, Pager
 from tinyserve_gguf.facts import ModelFacts
-from tinyserve_gguf.miss import MissOptions, candidates, default_miss_threads
+from tinyserve_gguf.miss import MissOptions, candidates
 from tinyserve_gguf.miss_auto import Choice, Tuner
 from tinyserve_gguf.miss_memory import memory_path, recall, remember, situation
 
@@ -23,7 +23,7 @@ class Tuning:
             model_bytes=facts.file_bytes,
             device=f"{device.name} {device.description}",
             slots=pager.stats().slots_total,
-            threads=misses.threads or default_miss_threads(),
+            threads=misses.threads or 0,
             engine=engine,
             link_gbps=link_gbps,
         )

@@ -13,7 +13,7 @@ from tinyserve_gguf._shim import Device, Pager, Part
 from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, OptionError
 from tinyserve_gguf.experts import Experts
 from tinyserve_gguf.facts import ExpertLayer, ModelFacts, PartFacts, TensorFacts, read_facts
-from tinyserve_gguf.miss import MissOptions, default_miss_threads
+from tinyserve_gguf.miss import MissOptions
 from tinyserve_gguf.miss_tuning import Tuning
 from tinyserve_gguf.plan import CacheSpec, DeviceFacts, Plan, make_plan
 from tinyserve_gguf.session import Session
@@ -94,7 +94,7 @@ def load(
             together, or "auto": try all of that on the first tokens and go on with the fastest. On a GPU the CPU's part rounds differently from
             llama.cpp on that GPU.
         miss_admit: of the misses that the CPU computes at most one in so many enters the pool, in the background; 0 for none, by default 4.
-        miss_threads: threads that compute them; by default as many as for other CPU work, with one core left to the device's thread.
+        miss_threads: threads that compute them; by default `n_threads`, with one core left to the thread that drives the device.
         miss_remember: "auto" keeps its choice in the user's cache directory, and uses one that is kept there.
         progress: called with 0..1 while weights are loaded; returning False stops it with an EngineError.
 
@@ -163,7 +163,7 @@ class Model:
         self._own: Session | None = None  # that of generate()
         self._tuning: Tuning | None = None  # --miss auto
         try:
-            self._open(engine, link_gbps, misses, progress)
+            self._open(engine, link_gbps, misses.completed(options.n_threads), progress)
         except BaseException:
             self.close()
             raise
@@ -181,8 +181,8 @@ class Model:
                 for layer in pool.group.layers:
                     parts = [self._part(part) for part in layer.parts]
                     layers[layer.block, layer.family] = self._pager.add_layer(index, layer.n_expert, layer.n_used, parts), layer
-            if misses.uses_cpu:
-                self._pager.use_cpu(next(device for device in _shim.devices() if device.is_cpu), misses.threads or default_miss_threads())
+            if misses.threads:
+                self._pager.use_cpu(next(device for device in _shim.devices() if device.is_cpu), misses.threads)
             self._pager.commit()
             offload = self._pager.offload(EXPERT_PATTERN)
         try:

@@ -115,6 +115,8 @@ class ReplyStats:
         ]
         if self.hit_rate is not None:
             parts += [f"hit rate {self.hit_rate:.1%}", f"{self.mb_per_token:.1f} MB/tok"]
+        if self.decode and self.decode.cpu_rows:
+            parts.append(f"{self.decode.cpu_rows / max(1, self.reply_tokens - 1):.1f} experts/tok on the CPU")
         if self.finish != "stop":
             parts.append({"length": "stopped at -n", "context": "context is full", "interrupted": "interrupted"}[self.finish])
         return " | ".join(parts)

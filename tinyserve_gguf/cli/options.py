@@ -112,7 +112,7 @@ miss_threads_option = click.option(
     "--miss-threads",
     type=click.IntRange(1, MAX_THREADS),
     metavar="N",
-    help="CPU threads that compute misses.  [default: chosen for this machine]",
+    help="CPU threads that compute misses.  [default: as -t, with a core left over]",
 )
 ctx_size_option = click.option(
     "-c",
