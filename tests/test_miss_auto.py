@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from exact import THREADS
+from processes import cli
 
 from tinyserve_gguf import OptionError, Sampling, load
 from tinyserve_gguf._shim import Miss
@@ -72,7 +73,7 @@ def test_the_fastest_stays(best: int) -> None:
 
 def test_fetching_wins_unless_another_way_is_faster_by_a_margin() -> None:
     for factor, expected in ((0.995 / MARGIN, FIRST), (1.005 / MARGIN, FETCH)):
-        world = World(times(1, factor, 1.1, 1.1, 1.1))
+        world = World(times(1, factor, 1.1, 1.1))
         world.decode(400)
         assert world.now == expected
 
@@ -80,18 +81,18 @@ def test_fetching_wins_unless_another_way_is_faster_by_a_margin() -> None:
 def test_where_fetching_is_best_finding_out_costs_little() -> None:
     """The full link: 2 % of 1,000 tokens."""
     for slow in (1.2, 1.39, 1.5, 2.0, 3.0):
-        world = World(times(1, slow, slow, slow, slow))
-        alone = World(times(1, 1, 1, 1, 1), Choice(FETCH, {}))
+        world = World(times(1, *[slow] * 3))
+        alone = World(times(1, *[1.0] * 3), Choice(FETCH, {}))
         assert world.decode(1000) <= (1.02 if slow >= 1.5 else 1.03) * alone.decode(1000)
         assert world.now == FETCH
-    world = World(times(1, 1.6, 0.1, 0.1, 0.1))
+    world = World(times(1, 1.6, 0.1, 0.1))
     world.decode(400)
     assert world.now == FETCH  # the first stands for all
     assert len(world.kept[0].figures) == 2
 
 
 def test_a_way_that_is_too_slow_leaves_early() -> None:
-    world = World(times(4, 1, 3, 1.02, 1.05))
+    world = World(times(4, 1, 3, 1.05))
     world.decode(400)
     assert world.now == FIRST
     assert 0 < world.used.count(label(WAYS[2])) < TURN
@@ -100,7 +101,7 @@ def test_a_way_that_is_too_slow_leaves_early() -> None:
 
 @pytest.mark.parametrize(("change", "again"), [({"speed": 1.5}, True), ({"hits": 0.5}, True), ({"speed": 1.1, "hits": 0.65}, False)])
 def test_a_lasting_shift_is_measured_again(change: dict[str, float], again: bool) -> None:
-    world = World(times(1, 2, 2, 2, 2), Choice(FETCH, {"fetch": 1.0}))
+    world = World(times(1, *[2] * 3), Choice(FETCH, {"fetch": 1.0}))
     world.decode(3 * WINDOW)
     world.times = {name: time * change.get("speed", 1) for name, time in world.times.items()}
     world.hit_rate = change.get("hits", world.hit_rate)
@@ -112,7 +113,7 @@ def test_a_lasting_shift_is_measured_again(change: dict[str, float], again: bool
 
 
 def test_a_passing_shift_is_not() -> None:
-    world = World(times(1, 2, 2, 2, 2), Choice(FETCH, {"fetch": 1.0}))
+    world = World(times(1, *[2] * 3), Choice(FETCH, {"fetch": 1.0}))
     world.decode(2 * WINDOW)
     for _ in range(5):
         world.hit_rate = 0.2
@@ -123,7 +124,7 @@ def test_a_passing_shift_is_not() -> None:
 
 
 def test_a_model_whose_misses_the_cpu_cannot_compute() -> None:
-    world = World(times(1, 0.1, 0.1, 0.1, 0.1))
+    world = World(times(1, *[0.1] * 3))
     world.able = False
     world.decode(100)
     assert world.now == FETCH
@@ -136,7 +137,7 @@ def test_a_model_whose_misses_the_cpu_cannot_compute() -> None:
 
 
 def test_a_choice_is_remembered_by_situation(tmp_path: Path) -> None:
-    path, choice = tmp_path / "deep" / "miss.json", Choice(WAYS[4], {"fetch": 29.3, "split": 69.1})
+    path, choice = tmp_path / "deep" / "miss.json", Choice(WAYS[-1], {"fetch": 29.3, "split": 69.1})
     assert recall(path, "here") == (None, None)
     assert remember(path, "here", choice) is None
     assert remember(path, "there", Choice(FETCH, {})) is None
@@ -201,6 +202,17 @@ def test_a_model_is_tuned_while_it_writes(model_file: ModelFile, tmp_path: Path,
         assert any("auto: " in line for line in model.lines())
     with load(path, expert_cache="all", device="CPU", miss="auto") as model:
         assert "misses: none, every expert is resident" in model.lines()
+
+
+def test_bench_starts_without_memory_and_says_what_was_chosen(model_file: ModelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    where = ("-p", "0", "-n", "16", "-r", "1", "--warmup", "300", "--device", "CPU", "-t", "1", "--expert-cache", "25%", "--json")
+    done = cli("bench", model_file("mixtral"), "--miss", "auto", *where, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert any("is fastest here; tok/s: " in note for note in report["notes"])
+    assert "; auto: " in report["rows"][0]["miss"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_auto_takes_no_rate(model_file: ModelFile) -> None:

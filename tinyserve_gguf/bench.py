@@ -218,6 +218,7 @@ class Bench:
             needle = hide(model, options.needle, options.text, options.seed) if options.needle else None
             self._measure(base, model.native, model.options, lambda: model.stats().pager, free, model.decoded)
             self.notes += [f"{base.run}: {note}" for note in model.take_notes()]
+            self.rows = [replace(row, miss=model.miss) if row.run == base.run and row.miss else row for row in self.rows]  # as it is after all
             if needle:
                 self._seek(base, model, needle)
 

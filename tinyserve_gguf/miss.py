@@ -10,7 +10,7 @@ from tinyserve_gguf._shim import MISS_MODES, Miss
 from tinyserve_gguf.errors import OptionError
 
 CHOICES = (*MISS_MODES, "auto")
-RATES = (4, 16, 1)  # of admission, that auto tries
+RATES = (4, 16)  # of admission, that auto tries
 EVERY = 4  # co-execution: at most one miss in so many enters the pool
 
 

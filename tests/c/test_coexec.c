@@ -1,6 +1,8 @@
 // test_coexec.c - misses computed by the CPU beside the device: the bits of the plain CPU backend for every split, admission by counts, and what goes wrong.
 #include "rig.h"
 
+#include "engine.h"
+
 #include <time.h>
 
 static const struct spec small = { .type = GGML_TYPE_Q8_0, .tables = true, .n_layers = 2, .n_expert = { 8, 8 }, .n_used = 3, .n_slots = 6 };
@@ -201,6 +203,100 @@ static void a_run_repeats(void) {
     }
 }
 
+// ---- copies in the background, as on CUDA ----
+
+// A driver whose copies are over when the test says so: until then nothing of them is in the slot.
+struct copy {
+    void *       to;
+    const void * from;
+    size_t       size;
+};
+
+static struct copy copies[1024];
+static int         n_copies;
+static bool        arrived;
+
+static void let_arrive(void) {
+    for (int i = 0; i < n_copies; i++) {
+        memcpy(copies[i].to, copies[i].from, copies[i].size);
+    }
+    n_copies = 0;
+    arrived  = true;
+}
+
+static tsg_cu_result fake_context_set(void * context) {
+    (void) context;
+    return 0;
+}
+
+static tsg_cu_result fake_copy(tsg_cu_ptr to, const void * from, size_t size, tsg_cu_stream stream) {
+    (void) stream;
+    CHECK(n_copies < 1024);
+    copies[n_copies++] = (struct copy) { (void *) to, from, size };
+    memset((void *) to, 0xff, size);  // NaN in every type: whoever reads the slot now gives no bits of anything
+    return 0;
+}
+
+static tsg_cu_result fake_record(tsg_cu_event event, tsg_cu_stream stream) {
+    (void) event, (void) stream;
+    return 0;
+}
+
+static tsg_cu_result fake_query(tsg_cu_event event) {
+    (void) event;
+    return arrived ? 0 : 600;
+}
+
+static void fake_synchronize(ggml_backend_dev_t dev, ggml_backend_event_t event) {
+    (void) dev, (void) event;
+    let_arrive();
+}
+
+static void copies_on_their_way_are_misses_until_they_arrive(void) {
+    struct tsg_cuda            cuda   = { .context_set = fake_context_set, .copy_to_device_async = fake_copy, .event_record = fake_record, .event_query = fake_query };
+    struct tsg_dev_counts *    page[] = { NULL };
+    struct tsg_resident        device = { .cuda = &cuda, .page = page };
+    struct ggml_backend_device dev    = { .iface = { .event_synchronize = fake_synchronize } };
+    struct ggml_backend_event  event  = { .device = &dev };
+    const struct tsg_miss      miss   = { .mode = TSG_MISS_CPU, .every = 1 };
+    struct rig                 rig    = open_with_cpu(&small, &miss);
+    struct tsg_coexec *        x      = &rig.pager->coexec;
+    for (int32_t i = 0; i < TSG_MAX_PENDING; i++) {
+        x->pending[i].done = &event;
+    }
+    rig.pager->resident = &device;
+    for (uint64_t i = 0; i < 60; i++) {
+        arrived = false;
+        struct batch * batch = batch_random(&small, 1 + (int32_t) (i % 3), 1 + i);
+        for (int again = 0; again < 3; again++) {  // nothing arrives: computed by the CPU all the same, and no slot is taken twice
+            struct graph plain = graph_build(&rig, &rig.plain, batch), paged = graph_build(&rig, &rig.paged, batch);
+            CHECK(ggml_backend_graph_compute(rig.plain.backend, plain.graph) == GGML_STATUS_SUCCESS);
+            CHECK(ggml_backend_graph_compute(rig.paged.backend, paged.graph) == GGML_STATUS_SUCCESS);
+            CHECK(graph_same_output(&plain, &paged) && tsg_slots_check(&rig.pager->pools[0].slots) == NULL);
+            graph_free(&plain);
+            graph_free(&paged);
+        }
+        const struct tsg_counts c = decode_counts(&rig);
+        CHECK(c.hits + c.misses == c.lookups);
+        CHECK(i > 0 || (c.hits == 0 && c.admitted > 0 && x->n_pending == (int32_t) c.admitted));
+        if (i % 2) {
+            let_arrive();  // seen by the next graph
+        } else {
+            rig_check_slots(&rig);  // by hand: waits for them
+            CHECK(x->n_pending == 0);
+        }
+        free(batch);
+    }
+    CHECK(decode_counts(&rig).hits > 0);
+    rig_compare_random(&rig, rig.paged.backend, 40, 1);  // so does a long prompt
+    CHECK(x->n_pending == 0);
+    rig.pager->resident = NULL;
+    for (int32_t i = 0; i < TSG_MAX_PENDING; i++) {
+        x->pending[i].done = NULL;
+    }
+    rig_close(&rig);
+}
+
 // ---- what cannot be ----
 
 static void an_adapter_means_fetching_said_once(void) {
@@ -339,6 +435,7 @@ int main(int argc, char ** argv) {
         TEST(at_most_one_in_so_many_enters),
         TEST(pinned_experts_stay),
         TEST(a_run_repeats),
+        TEST(copies_on_their_way_are_misses_until_they_arrive),
         TEST(an_adapter_means_fetching_said_once),
         TEST(nothing_is_missed_when_all_is_resident),
         TEST(what_is_refused),
