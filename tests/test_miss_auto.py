@@ -14,7 +14,7 @@ from processes import cli
 from tinyserve_gguf import OptionError, Sampling, load
 from tinyserve_gguf._shim import Miss
 from tinyserve_gguf.miss import candidates
-from tinyserve_gguf.miss_auto import LASTING, MARGIN, TURN, WARM, WINDOW, Choice, Tuner, label
+from tinyserve_gguf.miss_auto import LASTING, MARGIN, TURN, WARM, WARM_MOST, WINDOW, Choice, Tuner, label
 from tinyserve_gguf.miss_memory import recall, remember
 
 ModelFile = Callable[..., Path]
@@ -96,7 +96,16 @@ def test_a_way_that_is_too_slow_leaves_early() -> None:
     world.decode(400)
     assert world.now == FIRST
     assert 0 < world.used.count(label(WAYS[2])) < TURN
-    assert world.used[: WARM + TURN] == ["fetch"] * (WARM + TURN)
+    assert world.used[: 2 * WARM + TURN] == ["fetch"] * (2 * WARM + TURN)
+
+
+def test_a_cold_cache_is_waited_for() -> None:
+    for reached, warm in ((0.3, 5 * WARM), (2.0, WARM_MOST)):
+        world = World(times(1, *[2.0] * 3))
+        for i in range(20):
+            world.hit_rate = min(reached, 0.1 * i)
+            world.decode(WARM)
+        assert world.used.index(label(FIRST)) == warm + TURN
 
 
 @pytest.mark.parametrize(("change", "again"), [({"speed": 1.5}, True), ({"hits": 0.5}, True), ({"speed": 1.1, "hits": 0.65}, False)])
@@ -206,7 +215,7 @@ def test_a_model_is_tuned_while_it_writes(model_file: ModelFile, tmp_path: Path,
 
 def test_bench_starts_without_memory_and_says_what_was_chosen(model_file: ModelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    where = ("-p", "0", "-n", "16", "-r", "1", "--warmup", "300", "--device", "CPU", "-t", "1", "--expert-cache", "25%", "--json")
+    where = ("-p", "0", "-n", "16", "-r", "1", "--warmup", "400", "--device", "CPU", "-t", "1", "--expert-cache", "25%", "--json")
     done = cli("bench", model_file("mixtral"), "--miss", "auto", *where, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

@@ -13,7 +13,9 @@ from statistics import median
 
 from tinyserve_gguf._shim import Miss
 
-WARM = 16  # tokens before the first turn
+WARM = 16  # tokens: the first turn waits until the hit rate rises by less than STEADY from one such stretch to the next,
+STEADY = 0.02
+WARM_MOST = 128  # but no longer. In a cold cache everything is slow, and the difference does not show
 TURN = 24  # tokens of one turn,
 SETTLE = 6  # of which the first do not count
 EARLY = 4  # counted tokens after which a turn may end
@@ -84,7 +86,7 @@ class Tuner:
         if remembered:
             switch(remembered.miss)
         else:
-            self._begin()
+            self._begin(cold=True)
 
     def step(self, seconds: float) -> None:
         """One token was decoded in so many seconds."""
@@ -92,8 +94,8 @@ class Tuner:
             return
         if self.choice:
             self._watch(seconds)
-        elif self._warm > 0:
-            self._warm -= 1
+        elif self._warming:
+            self._warm_up()
         else:
             self._try(seconds)
 
@@ -104,13 +106,26 @@ class Tuner:
 
     # ---- trying ----
 
-    def _begin(self) -> None:
+    def _begin(self, *, cold: bool) -> None:
         self.choice = None
-        self._warm = WARM
+        self._warming, self._warmed, self._before, self._rate = cold, 0, self._counts(), -1.0
         self._round = 1
         self._results: dict[str, float] = {}  # label -> median seconds a token, of its latest turn
         self._queue = list(self._candidates)
         self._next()
+
+    def _hit_rate(self) -> float:
+        """Since the last call."""
+        (hits, lookups), (hits_before, lookups_before) = self._counts(), self._before
+        self._before = (hits, lookups)
+        return (hits - hits_before) / (lookups - lookups_before) if lookups > lookups_before else 0.0
+
+    def _warm_up(self) -> None:
+        self._warmed += 1
+        if self._warmed % WARM == 0:
+            rate, before = self._hit_rate(), self._rate
+            self._rate = rate
+            self._warming = self._warmed < WARM_MOST and (before < 0 or rate - before >= STEADY)
 
     def _next(self) -> None:
         self._turn = _Turn(self._queue.pop(0))
@@ -172,10 +187,8 @@ class Tuner:
         if self.choice and self.choice.miss.mode != "fetch" and not self._able():
             self._give_up()
             return
-        (hits, lookups), (hits_before, lookups_before) = self._counts(), self._before
-        rate = (hits - hits_before) / (lookups - lookups_before) if lookups > lookups_before else 0.0
-        seen = median(self._window), rate
-        self._window, self._before = [], (hits, lookups)
+        seen = median(self._window), self._hit_rate()
+        self._window = []
         if self._reference is None:
             self._reference = seen
             return
@@ -185,4 +198,4 @@ class Tuner:
         if self._shifted == LASTING:
             was, is_now = (f"{1 / time:.1f} tok/s at {hit:.0%} hits" for time, hit in (self._reference, seen))
             self._notes.append(f"misses: what is fastest is measured again, as {was} became {is_now}")
-            self._begin()
+            self._begin(cold=False)
