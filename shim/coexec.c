@@ -95,7 +95,7 @@ enum tsg_status tsg_pager_set_miss(struct tsg_pager * pager, const struct tsg_mi
     const struct tsg_weight * w = find_unquantized(pager);
     if (w && miss->mode != TSG_MISS_FETCH && !x->cannot) {
         x->cannot = true;
-        snprintf(x->why, sizeof(x->why), "%s is %s, and such experts cannot leave the device", w->name, ggml_type_name(w->type));
+        snprintf(x->why, sizeof(x->why), "%s is %s: on a GPU only quantised experts can be left to the CPU", w->name, ggml_type_name(w->type));
     }
     tsg_coexec_describe(pager);
     mtx_unlock(&pager->lock);
@@ -103,7 +103,7 @@ enum tsg_status tsg_pager_set_miss(struct tsg_pager * pager, const struct tsg_mi
 }
 
 bool tsg_coexec_on(const struct tsg_pager * pager) {
-    return pager->coexec.miss.mode != TSG_MISS_FETCH && !pager->coexec.cannot;
+    return pager->coexec.miss.mode != TSG_MISS_FETCH && !pager->coexec.cannot && !all_resident(pager);
 }
 
 bool tsg_coexec_lost(const struct tsg_pager * pager) {
