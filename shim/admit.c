@@ -1,11 +1,12 @@
 // admit.c - which misses enter the pool, and how they get there.
 //
 // A miss that the CPU computes costs nothing to leave out, so the pool is for experts that come back: one enters if decode wants it more than the one that
-// the policy would have leave, by the decayed count that LFU and LFRU score with, and at most one for so many misses. Both are counts, so a run repeats.
+// the policy would have leave, by the decayed count that LFU and LFRU score with, and at most one for so many misses. Both are counts, not clocks.
 // Routing drawn at random, as skewed as that of gpt-oss-20b, with a quarter of the experts in slots: admitting every miss gives a hit rate of 63 % and 36
 // copies a token, one in 8 gives 67 % and 4, the comparison 69 % and 0.3. Where topics last it costs one point of the hit rate, for a twentieth of the copies.
 //
-// The copy runs beside everything else, on a stream of its own, and until its event says that it is there the expert goes on being a miss.
+// The copy runs beside everything else, on a stream of its own, and until its event says that it is there the expert goes on being a miss: on CUDA a run
+// repeats as far as copies arrive between the same tokens.
 #include "coexec.h"
 
 #include "engine.h"
