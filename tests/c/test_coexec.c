@@ -242,6 +242,17 @@ static tsg_cu_result fake_record(tsg_cu_event event, tsg_cu_stream stream) {
     return 0;
 }
 
+static uint64_t n_delays, delayed_ns;  // of a link that is slowed down
+
+static tsg_cu_result fake_launch(tsg_cu_func function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
+                                 tsg_cu_stream stream, void ** params, void ** extra) {
+    (void) function, (void) stream, (void) extra;
+    CHECK(gx * gy * gz * bx * by * bz == 1 && shared == 0);
+    n_delays++;
+    delayed_ns += *(uint64_t *) params[1];
+    return 0;
+}
+
 static tsg_cu_result fake_query(tsg_cu_event event) {
     (void) event;
     return arrived ? 0 : 600;
@@ -253,9 +264,15 @@ static void fake_synchronize(ggml_backend_dev_t dev, ggml_backend_event_t event)
 }
 
 static void copies_on_their_way_are_misses_until_they_arrive(void) {
-    struct tsg_cuda            cuda   = { .context_set = fake_context_set, .copy_to_device_async = fake_copy, .event_record = fake_record, .event_query = fake_query };
+    struct tsg_cuda            cuda   = {
+        .context_set          = fake_context_set,
+        .copy_to_device_async = fake_copy,
+        .event_record         = fake_record,
+        .event_query          = fake_query,
+        .launch               = fake_launch,
+    };
     struct tsg_dev_counts *    page[] = { NULL };
-    struct tsg_resident        device = { .cuda = &cuda, .page = page };
+    struct tsg_resident        device = { .cuda = &cuda, .page = page, .ps_per_byte = 1000 };
     struct ggml_backend_device dev    = { .iface = { .event_synchronize = fake_synchronize } };
     struct ggml_backend_event  event  = { .device = &dev };
     const struct tsg_miss      miss   = { .mode = TSG_MISS_CPU, .every = 1 };
@@ -287,7 +304,8 @@ static void copies_on_their_way_are_misses_until_they_arrive(void) {
         }
         free(batch);
     }
-    CHECK(decode_counts(&rig).hits > 0);
+    const struct tsg_counts c = decode_counts(&rig);
+    CHECK(c.hits > 0 && n_delays == 2 * c.admitted && delayed_ns == c.bytes_link);
     rig_compare_random(&rig, rig.paged.backend, 40, 1);  // so does a long prompt
     CHECK(x->n_pending == 0);
     rig.pager->resident = NULL;
