@@ -71,28 +71,37 @@ static int32_t share_of_link(const struct tsg_miss * miss, int32_t n) {
     return best;
 }
 
+// Those of the missing that are not on their way already.
+static void list_candidates(struct tsg_engine * e, const struct tsg_slots * slots, const bool * missing) {
+    for (int32_t i = 0; i < e->n_distinct; i++) {
+        e->corun->candidate[i] = missing[i] && slots->slot_of[e->global[i]] < 0;
+    }
+}
+
 int32_t tsg_admit_fetch(struct tsg_engine * e, const struct tsg_step * step, bool * missing) {
-    struct tsg_pager *  pager  = e->pager;
-    struct tsg_pool *   pool   = tsg_engine_pool(e, step);
-    struct tsg_counts * counts = &pager->counts[TSG_DECODE];
-    int32_t             n      = 0;
+    struct tsg_pager *  pager     = e->pager;
+    struct tsg_pool *   pool      = tsg_engine_pool(e, step);
+    struct tsg_counts * counts    = &pager->counts[TSG_DECODE];
+    bool *              candidate = e->corun->candidate;
+    int32_t             n         = 0;
+    list_candidates(e, &pool->slots, missing);
     for (int32_t i = 0; i < e->n_distinct; i++) {
         n += missing[i];
     }
     const int32_t want = pager->coexec.miss.mode == TSG_MISS_SPLIT ? share_of_link(&pager->coexec.miss, n) : 0;
     int32_t       done = 0;
     while (done < want) {
-        const int32_t   i    = most_popular(e, &pool->slots, missing);
+        const int32_t   i    = most_popular(e, &pool->slots, candidate);
         struct tsg_load load = { .slot = -1 };
-        if (!tsg_slots_admit(&pool->slots, e->global[i], false, &load, counts)) {
-            break;  // pinned, or used in this step: the CPU computes them
+        if (i < 0 || !tsg_slots_admit(&pool->slots, e->global[i], false, &load, counts)) {
+            break;  // nobody can leave: the CPU computes the rest
         }
         if (!pager->resident) {
             tsg_pool_load_slot(pool, e->inner, step->layer, e->distinct[i], load.slot);
         } else if (!copy_beside(e, step->layer, e->distinct[i], load.slot)) {
             return -1;
         }
-        missing[i]          = false;
+        missing[i] = candidate[i] = false;
         e->slot[i]          = load.slot;
         counts->bytes_link += tsg_layer_expert_bytes(step->layer);
         done++;
@@ -131,9 +140,9 @@ bool tsg_admit_later(struct tsg_engine * e, const struct tsg_step * step, const 
     const struct tsg_slots * slots     = &tsg_engine_pool(e, step)->slots;
     bool *                   candidate = e->corun->candidate;
     const uint64_t           every     = (uint64_t) x->miss.every;
+    list_candidates(e, slots, missing);
     for (int32_t i = 0; i < e->n_distinct; i++) {
-        candidate[i] = missing[i] && slots->slot_of[e->global[i]] < 0;  // it may be on its way
-        x->credit   += missing[i];
+        x->credit += missing[i];
     }
     bool ok = true;
     while (ok && every > 0 && x->credit >= every) {

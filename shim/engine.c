@@ -266,6 +266,7 @@ static int32_t fair_share(const struct tsg_engine * e, const struct tsg_step * s
 bool tsg_engine_run_step(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, enum tsg_phase phase) {
     struct tsg_pool *   pool   = tsg_engine_pool(e, step);
     struct tsg_counts * counts = &e->pager->counts[phase];
+    tsg_admit_settle(e->pager);  // here an expert that has a slot is in it
     if (!tsg_engine_read_ids(e, step)) {
         return false;
     }
