@@ -65,6 +65,7 @@ static bool find_all(struct tsg_cuda * cuda) {
         { "cuStreamBeginCapture_v2", &cuda->stream_begin_capture },
         { "cuStreamEndCapture", &cuda->stream_end_capture },
         { "cuEventRecord", &cuda->event_record },
+        { "cuEventQuery", &cuda->event_query },
         { "cuLaunchKernel", &cuda->launch },
         { "cuGraphInstantiateWithFlags", &cuda->graph_instantiate },
         { "cuGraphLaunch", &cuda->graph_launch },

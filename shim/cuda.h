@@ -81,6 +81,7 @@ struct tsg_cuda {
     tsg_cu_result (*stream_begin_capture)(tsg_cu_stream stream, int mode);
     tsg_cu_result (*stream_end_capture)(tsg_cu_stream stream, tsg_cu_graph * graph);
     tsg_cu_result (*event_record)(tsg_cu_event event, tsg_cu_stream stream);
+    tsg_cu_result (*event_query)(tsg_cu_event event);  // not 0: not there yet
     tsg_cu_result (*launch)(tsg_cu_func function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
                             tsg_cu_stream stream, void ** params, void ** extra);
     tsg_cu_result (*graph_instantiate)(tsg_cu_exec * exec, tsg_cu_graph graph, unsigned long long flags);

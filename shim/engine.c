@@ -48,6 +48,10 @@ static int64_t slot_tokens(const struct tsg_pager * pager, const struct tsg_laye
     return tokens;
 }
 
+int64_t tsg_engine_step_tokens(const struct tsg_engine * e, const struct tsg_step * step) {
+    return slot_tokens(e->pager, step->layer);
+}
+
 int64_t tsg_engine_slot_tokens(const struct tsg_engine * e) {
     int64_t tokens = CPU_SLOT_TOKENS;
     for (int i = 0; i < e->graph.n_steps; i++) {
@@ -68,7 +72,7 @@ static bool alloc_device(struct tsg_engine * e) {
         const struct tsg_pool * pool = &pager->pools[i];
         n_used                       = pool->max_used > n_used ? pool->max_used : n_used;
         for (int32_t p = 0; p < pool->n_parts; p++) {
-            n_slots[p] = pool->scale[p] && pool->n_slots > n_slots[p] ? pool->n_slots : n_slots[p];
+            n_slots[p] = pool->scale[p] && pool->scale[p]->ne[0] > n_slots[p] ? pool->scale[p]->ne[0] : n_slots[p];
         }
     }
     e->ctx      = ggml_init((struct ggml_init_params) { .mem_size = ggml_tensor_overhead() * (1 + TSG_MAX_PARTS), .no_alloc = true });
@@ -99,7 +103,9 @@ void tsg_engine_free(struct tsg_engine * e) {
         ggml_backend_synchronize(e->inner);
         e->pager->active = NULL;
     }
+    tsg_admit_settle(e->pager);
     tsg_resident_engine_free(e);
+    tsg_corun_free(e);
     mtx_unlock(&e->pager->lock);
     tsg_graph_free(&e->graph);
     ggml_backend_buffer_free(e->buffer);
@@ -142,7 +148,7 @@ static void name_globally(struct tsg_engine * e, const struct tsg_step * step) {
 }
 
 // Reads the ids of a step and lists the distinct experts in ascending order, as resident.cu does.
-static bool read_ids(struct tsg_engine * e, const struct tsg_step * step) {
+bool tsg_engine_read_ids(struct tsg_engine * e, const struct tsg_step * step) {
     const struct ggml_tensor * ids = step->ids;
     const int64_t n_used = ids->ne[0], n_tokens = ids->ne[1];
     const size_t  n = (size_t) (n_used * n_tokens);
@@ -151,7 +157,9 @@ static bool read_ids(struct tsg_engine * e, const struct tsg_step * step) {
     }
     ggml_backend_tensor_get_2d_async(e->inner, ids, e->ids, 0, (size_t) n_used * sizeof(int32_t), (size_t) n_tokens, ids->nb[1],
                                      (size_t) n_used * sizeof(int32_t));
+    const uint64_t start = tsg_nanoseconds();
     ggml_backend_synchronize(e->inner);
+    e->pager->notes.wait_device_ns += tsg_nanoseconds() - start;
 
     const int32_t n_expert = step->layer->n_expert;
     memset(e->count, 0, sizeof(int32_t) * (size_t) n_expert);
@@ -193,7 +201,7 @@ void tsg_engine_shape_ids(struct tsg_engine * e, const struct tsg_step * step) {
     t->nb[2] = t->nb[3] = (size_t) (t->ne[0] * t->ne[1]) * sizeof(int32_t);
 }
 
-static bool run_in_slots(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step) {
+bool tsg_engine_use_slots(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step) {
     const int64_t n_used = step->ids->ne[0], n_tokens = step->ids->ne[1];
     for (int32_t i = 0; i < e->n_distinct; i++) {
         e->slot_of[e->distinct[i]] = e->slot[i];
@@ -255,10 +263,11 @@ static int32_t fair_share(const struct tsg_engine * e, const struct tsg_step * s
     return share > 0 ? share : 0;
 }
 
-static bool run_step(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, enum tsg_phase phase) {
+bool tsg_engine_run_step(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, enum tsg_phase phase) {
     struct tsg_pool *   pool   = tsg_engine_pool(e, step);
     struct tsg_counts * counts = &e->pager->counts[phase];
-    if (!read_ids(e, step)) {
+    tsg_admit_settle(e->pager);  // here an expert that has a slot is in it
+    if (!tsg_engine_read_ids(e, step)) {
         return false;
     }
     const bool fits_slots = step->ids->ne[1] <= slot_tokens(e->pager, step->layer);
@@ -271,7 +280,7 @@ static bool run_step(struct tsg_engine * e, struct ggml_cgraph * graph, const st
         tsg_profile_mark(e, step->layer->index, TSG_LOOKUP);
         load_misses(e, step, n_loads, counts);
         tsg_profile_mark(e, step->layer->index, TSG_COPY);
-        return fits_slots ? run_in_slots(e, graph, step) : run_in_stage(e, graph, step, counts);
+        return fits_slots ? tsg_engine_use_slots(e, graph, step) : run_in_stage(e, graph, step, counts);
     }
     most_wanted_first(e, step);
     n_loads = tsg_slots_acquire(&pool->slots, e->global, e->n_distinct, phase, TSG_ADMIT_FREE, fair_share(e, step), e->slot, e->loads, counts);
@@ -339,14 +348,17 @@ static enum ggml_status host_driven(struct tsg_engine * e, struct ggml_cgraph * 
             return status;
         }
         tsg_profile_mark(e, step->layer->index, TSG_ATTENTION);
-        if (!run_step(e, graph, step, phase)) {
+        const bool on_both = phase == TSG_DECODE && tsg_coexec_can(e, step);
+        if (on_both ? !tsg_coexec_step(e, graph, step, &done) : !tsg_engine_run_step(e, graph, step, phase)) {
+            ggml_log_internal(GGML_LOG_LEVEL_ERROR, "tinyserve: %s\n", tsg_last_error());
             return GGML_STATUS_FAILED;
         }
         if (e->timing) {
-            done = step->done;
-            if (tsg_engine_compute_range(e, graph, step->first, done) != GGML_STATUS_SUCCESS) {
+            const int end = step->done > done ? step->done : done;
+            if (tsg_engine_compute_range(e, graph, done, end) != GGML_STATUS_SUCCESS) {
                 return GGML_STATUS_FAILED;
             }
+            done = end;
             tsg_profile_mark(e, step->layer->index, TSG_EXPERTS);
         }
     }
@@ -376,10 +388,17 @@ static enum ggml_status compute_steps(struct tsg_engine * e, struct ggml_cgraph 
     if (all_resident(e)) {
         return host_driven(e, graph, phase);
     }
-    if (tsg_resident_can(e, n_tokens)) {
+    const bool on_both = phase == TSG_DECODE && tsg_coexec_on(pager);
+    if (!on_both) {
+        tsg_admit_settle(pager);
+    }
+    if (!on_both && tsg_resident_can(e, n_tokens)) {
         return tsg_resident_decode(e, graph);
     }
     tsg_resident_to_host(pager);
+    if (on_both) {
+        tsg_admit_poll(pager);
+    }
     if (phase == TSG_PREFILL && tsg_stream_can(e)) {
         return tsg_stream_prefill(e, graph, &pager->counts[phase]);
     }
@@ -396,7 +415,7 @@ enum ggml_status tsg_engine_compute(struct tsg_engine * e, struct ggml_cgraph * 
         tsg_engine_wait(pager);
         pager->active = e;
     }
-    if (tsg_resident_replay(e, graph)) {
+    if (!tsg_coexec_on(pager) && tsg_resident_replay(e, graph)) {
         status = GGML_STATUS_SUCCESS;
         pager->notes.host_ns += tsg_nanoseconds() - start;
     } else if (tsg_graph_scan(&e->graph, pager, graph)) {

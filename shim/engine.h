@@ -1,6 +1,7 @@
 // engine.h - one stream of one model: what engine.c (host-driven), resident.c (device-resident decode) and stream.c (overlapped prefill) share.
 #pragma once
 
+#include "coexec.h"
 #include "cuda.h"
 #include "graph.h"
 #include "resident.h"
@@ -62,6 +63,7 @@ struct tsg_engine {
     ggml_backend_buffer_t buffer;
     struct ggml_tensor *  slot_ids;                // [n_used, n_tokens] on the device
     struct ggml_tensor *  repeats[TSG_MAX_PARTS];  // scratch for scales, [n_slots x tokens]; NULL if no pool has scales
+    struct tsg_corun *    corun;                   // misses on the CPU, NULL until the first
 
     bool                  timing;                  // the host-driven engine takes the times of the running graph
 
@@ -89,6 +91,10 @@ struct tsg_pool * tsg_engine_pool(struct tsg_engine * e, const struct tsg_step *
 int64_t           tsg_engine_slot_tokens(const struct tsg_engine * e);  // a graph of up to so many tokens may go through slots
 void              tsg_engine_shape_ids(struct tsg_engine * e, const struct tsg_step * step);  // slot_ids as [n_used, n_tokens] of this step
 bool              tsg_engine_use_resident(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, struct tsg_counts * counts);
+int64_t           tsg_engine_step_tokens(const struct tsg_engine * e, const struct tsg_step * step);  // the same for one step
+bool              tsg_engine_read_ids(struct tsg_engine * e, const struct tsg_step * step);  // waits for the inner backend
+bool              tsg_engine_use_slots(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step);  // those in e->slot
+bool              tsg_engine_run_step(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, enum tsg_phase phase);
 enum ggml_status  tsg_engine_compute_range(struct tsg_engine * e, struct ggml_cgraph * graph, int from, int to);
 // The same without ggml-cuda's own CUDA graphs, which must stay out of a capture: a padding byte of the first node differs from call to call, so its
 // warm-up never completes.

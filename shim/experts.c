@@ -1,5 +1,5 @@
 // experts.c - counters, and single experts by hand: look, pin, prefetch, evict.
-#include "pager.h"
+#include "coexec.h"
 
 #include <string.h>
 
@@ -12,7 +12,8 @@ void tsg_pager_stats(struct tsg_pager * pager, struct tsg_stats * out) {
         .host_rung     = pager->host.rung,
         .all_resident  = pager->n_pools > 0,
         .notes         = pager->notes,
-        .device_engine = pager->resident != NULL,
+        .cpu_cannot    = pager->coexec.cannot,
+        .device_engine = pager->resident != NULL && !tsg_coexec_on(pager),
     };
     tsg_resident_add_counts(pager, &out->phase[TSG_DECODE]);
     for (int32_t i = 0; i < pager->n_layers; i++) {
@@ -100,6 +101,7 @@ static enum tsg_status enter(struct tsg_pager * pager, bool there, int32_t layer
         return tsg_fail(TSG_E_STATE, "the model is not loaded");
     }
     mtx_lock(&pager->lock);
+    tsg_admit_settle(pager);
     tsg_resident_to_host(pager);
     return TSG_OK;
 }

@@ -164,6 +164,10 @@ struct ggml_cgraph {
 // Nodes [i0, i1) as a graph that keeps the use counts: the fusions of the CUDA backend need them, a graph rebuilt node by node has none.
 GGML_API struct ggml_cgraph ggml_graph_view(struct ggml_cgraph * graph, int i0, int i1);
 
+// ---- log ----
+
+GGML_API void ggml_log_internal(enum ggml_log_level level, const char * format, ...) __attribute__((format(printf, 2, 3)));
+
 // ---- what must hold for the layout above (LP64) ----
 
 #define TSG_PTR sizeof(void *)

@@ -5,7 +5,7 @@
 
 // ---- what a node reads ----
 
-static struct tsg_weight * matmul_weight(const struct tsg_step * step, const struct ggml_tensor * node) {
+struct tsg_weight * tsg_step_matmul(const struct tsg_step * step, const struct ggml_tensor * node) {
     if (node->op != GGML_OP_MUL_MAT_ID || node->src[2] != step->ids) {
         return NULL;
     }
@@ -19,7 +19,7 @@ static struct tsg_weight * matmul_weight(const struct tsg_step * step, const str
 }
 
 // ADD_ID(x, bias, ids) with the layer's own bias table.
-static struct tsg_weight * bias_weight(const struct tsg_step * step, const struct ggml_tensor * node) {
+struct tsg_weight * tsg_step_bias(const struct tsg_step * step, const struct ggml_tensor * node) {
     if (node->op != GGML_OP_ADD_ID || node->src[2] != step->ids) {
         return NULL;
     }
@@ -32,7 +32,7 @@ static struct tsg_weight * bias_weight(const struct tsg_step * step, const struc
 }
 
 // GET_ROWS(REPEAT(RESHAPE(scale)), ids): how llama.cpp looks up a per-expert scale.
-static struct tsg_weight * scale_weight(const struct tsg_step * step, const struct ggml_tensor * node) {
+struct tsg_weight * tsg_step_scale(const struct tsg_step * step, const struct ggml_tensor * node) {
     if (node->op != GGML_OP_GET_ROWS || node->src[1] != step->ids || node->src[0]->op != GGML_OP_REPEAT ||
         node->src[0]->src[0]->op != GGML_OP_RESHAPE) {
         return NULL;
@@ -47,9 +47,9 @@ static struct tsg_weight * scale_weight(const struct tsg_step * step, const stru
 }
 
 static const struct tsg_weight * read_by(const struct tsg_step * step, const struct ggml_tensor * node) {
-    const struct tsg_weight * w = matmul_weight(step, node);
-    w = w ? w : bias_weight(step, node);
-    return w ? w : scale_weight(step, node);
+    const struct tsg_weight * w = tsg_step_matmul(step, node);
+    w = w ? w : tsg_step_bias(step, node);
+    return w ? w : tsg_step_scale(step, node);
 }
 
 // A cut between a matmul and its scale or bias would cost their fusion.
@@ -169,7 +169,7 @@ void tsg_graph_free(struct tsg_graph * g) {
 bool tsg_graph_use_experts(struct tsg_graph * g, struct ggml_cgraph * graph, const struct tsg_step * step, struct ggml_tensor * const * weights) {
     for (int i = step->first; i < step->end; i++) {
         struct ggml_tensor * node = graph->nodes[i];
-        struct tsg_weight *  w    = matmul_weight(step, node);
+        struct tsg_weight *  w    = tsg_step_matmul(step, node);
         if (w) {
             if (!save(g, node)) {
                 return false;
@@ -209,19 +209,19 @@ bool tsg_graph_use_slots(struct tsg_graph * g, struct ggml_cgraph * graph, const
     for (int i = step->first; i < step->end; i++) {
         struct ggml_tensor * node = graph->nodes[i];
         struct tsg_weight *  w;
-        if ((w = matmul_weight(step, node))) {
+        if ((w = tsg_step_matmul(step, node))) {
             if (!save(g, node)) {
                 return false;
             }
             node->src[0] = pool->slot[w->part];
             node->src[2] = slot_ids;
-        } else if ((w = bias_weight(step, node))) {
+        } else if ((w = tsg_step_bias(step, node))) {
             if (!save(g, node)) {
                 return false;
             }
             node->src[1] = pool->bias[w->part];
             node->src[2] = slot_ids;
-        } else if ((w = scale_weight(step, node))) {
+        } else if ((w = tsg_step_scale(step, node))) {
             if (!patch_scale(g, node, pool->scale[w->part], repeats[w->part], slot_ids)) {
                 return false;
             }

@@ -28,6 +28,11 @@ struct tsg_graph {
     int                cap_patches;
 };
 
+// Which weight of the step a node uses: as a matmul over its experts, as their biases, or as a lookup of their scales. NULL: none.
+struct tsg_weight * tsg_step_matmul(const struct tsg_step * step, const struct ggml_tensor * node);
+struct tsg_weight * tsg_step_bias(const struct tsg_step * step, const struct ggml_tensor * node);
+struct tsg_weight * tsg_step_scale(const struct tsg_step * step, const struct ggml_tensor * node);
+
 // Finds the steps. Returns false if expert weights are used in a way that cannot be paged (tsg_last_error() says which).
 bool tsg_graph_scan(struct tsg_graph * g, struct tsg_pager * pager, struct ggml_cgraph * graph);
 

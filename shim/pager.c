@@ -1,6 +1,6 @@
 // pager.c - life of a pager: pools and layers are added, committed to device memory, filled by llama.cpp's loader, released by the last user.
+#include "coexec.h"
 #include "cuda.h"
-#include "pager.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -29,6 +29,10 @@ void tsg_pager_unref(struct tsg_pager * pager) {
     if (atomic_fetch_sub(&pager->refs, 1) > 1) {
         return;
     }
+    if (tsg_coexec_lost(pager)) {
+        return;
+    }
+    tsg_coexec_free(pager);
     tsg_resident_free(pager);
     tsg_profile_free(pager);
     tsg_host_free(pager);
@@ -324,6 +328,7 @@ enum tsg_status tsg_pager_ready(struct tsg_pager * pager, bool (*progress)(float
         }
     }
     status       = status == TSG_OK ? choose_engine(pager) : status;
+    tsg_coexec_describe(pager);
     pager->ready = status == TSG_OK;
     return status;
 }
@@ -333,7 +338,7 @@ const char * tsg_pager_host(struct tsg_pager * pager) {
 }
 
 const char * tsg_pager_engine(struct tsg_pager * pager) {
-    return pager->why;
+    return tsg_coexec_on(pager) ? "host-driven, as the CPU computes misses" : pager->why;
 }
 
 enum tsg_status tsg_pager_set_link(struct tsg_pager * pager, double bytes_per_second) {

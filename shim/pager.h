@@ -11,6 +11,10 @@
 //   device.c   the proxy device that llama.cpp is given
 //   backend.c  its backend: forwards to the inner one, graphs go through the engine
 //   engine.c   the host-driven engine: cuts a graph at the expert layers, makes routed experts resident, points the nodes at slots
+//   coexec.c   the same with two computers: misses on the CPU
+//   chain.c    what the CPU computes of a layer: found in the graph, cloned
+//   cpu.c      the thread that does
+//   admit.c    which of these misses enter the pool
 //   graph.c    finds the expert layers in a graph, patches nodes and restores them
 //   resident.c slot maps on a CUDA device; resident.cu the kernel that uses them
 //   replay.c   device-resident decode: the whole graph with that kernel, captured
@@ -22,12 +26,10 @@
 //   slots.c    which expert lies in which slot; policy.h says which one leaves
 #pragma once
 
+#include "cpu.h"
 #include "ggml-abi.h"
 #include "host.h"
 #include "slots.h"
-
-#include <stdatomic.h>
-#include <threads.h>
 
 // One weight of a layer, [ne0, ne1, n_expert].
 struct tsg_weight {
@@ -112,6 +114,7 @@ struct tsg_pager {
     struct tsg_host                 host;
     struct tsg_cuda *               cuda;      // the driver, NULL until somebody needs it: see tsg_pager_cuda()
     struct tsg_resident *           resident;  // slot maps and kernels on a CUDA device, NULL: host-driven
+    struct tsg_coexec               coexec;    // misses on the CPU
     struct tsg_notes                notes;
     struct tsg_profile              profile;
     char                            why[256];  // why the engine is what it is
@@ -167,8 +170,13 @@ void tsg_resident_reset_counts(struct tsg_pager * pager);
 void tsg_resident_throttle(struct tsg_pager * pager, double bytes_per_second);
 
 // profile.c
-uint64_t tsg_nanoseconds(void);
-void     tsg_profile_free(struct tsg_pager * pager);
+void tsg_profile_free(struct tsg_pager * pager);
+
+// coexec.c, admit.c
+bool tsg_coexec_lost(const struct tsg_pager * pager);   // the CPU still computes what nobody waits for: what it reads must stay
+void tsg_coexec_describe(struct tsg_pager * pager);     // writes coexec.text
+void tsg_coexec_free(struct tsg_pager * pager);
+void tsg_admit_settle(struct tsg_pager * pager);        // waits for copies on their way into slots; the pager is locked
 
 // engine.c
 struct tsg_engine * tsg_engine_new(struct tsg_pager * pager, ggml_backend_t inner);

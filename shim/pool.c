@@ -24,15 +24,16 @@ static struct ggml_context * tensors_only(void) {
 }
 
 // The slots and, unless everything is resident, stages of one layer for prefill. Both with one expert of zeros behind the last, which ne does not
-// count.
+// count. Where the CPU computes misses there is one more, which ne counts: the device is pointed at it for what the CPU computes.
 enum tsg_status tsg_pool_alloc(struct tsg_pager * pager, struct tsg_pool * pool) {
+    const int64_t n_slots = pool->n_slots + 1 + (pager->coexec.cpu && !pool->resident);
     pool->ctx       = tensors_only();
     pool->stage_ctx = tensors_only();
     for (int32_t p = 0; p < pool->n_parts; p++) {
         const struct tsg_weight * w = &pool->layout[p];
-        pool->slot[p]  = ggml_new_tensor_3d(pool->ctx, w->type, w->ne0, w->ne1, pool->n_slots + 1);
-        pool->bias[p]  = w->bias ? ggml_new_tensor_2d(pool->ctx, GGML_TYPE_F32, w->ne1, pool->n_slots + 1) : NULL;
-        pool->scale[p] = w->scale ? ggml_new_tensor_1d(pool->ctx, GGML_TYPE_F32, pool->n_slots + 1) : NULL;
+        pool->slot[p]  = ggml_new_tensor_3d(pool->ctx, w->type, w->ne0, w->ne1, n_slots);
+        pool->bias[p]  = w->bias ? ggml_new_tensor_2d(pool->ctx, GGML_TYPE_F32, w->ne1, n_slots) : NULL;
+        pool->scale[p] = w->scale ? ggml_new_tensor_1d(pool->ctx, GGML_TYPE_F32, n_slots) : NULL;
         for (int32_t i = 0; i < pool->n_stages; i++) {
             pool->stage[i][p] = ggml_new_tensor_3d(pool->stage_ctx, w->type, w->ne0, w->ne1, pool->max_expert + 1);
         }

@@ -5,13 +5,6 @@
 #include "engine.h"
 
 #include <stdlib.h>
-#include <time.h>
-
-uint64_t tsg_nanoseconds(void) {
-    struct timespec t;
-    timespec_get(&t, TIME_UTC);
-    return (uint64_t) t.tv_sec * 1000000000u + (uint64_t) t.tv_nsec;
-}
 
 // ---- the host-driven engine ----
 

@@ -13,12 +13,13 @@ bool tsg_slots_init(struct tsg_slots * slots, enum tsg_policy policy, int32_t n_
         .slot_of   = malloc(sizeof(int32_t) * (size_t) n_experts),
         .expert_in = malloc(sizeof(int32_t) * (size_t) n_slots),
         .pinned    = calloc((size_t) n_experts, sizeof(bool)),
+        .loading   = calloc((size_t) n_experts, sizeof(bool)),
         .use       = calloc((size_t) n_experts, sizeof(struct tsg_use)),
         .in_step   = calloc((size_t) n_slots, sizeof(uint64_t)),
         .hits      = calloc((size_t) n_experts, sizeof(uint64_t)),
         .misses    = calloc((size_t) n_experts, sizeof(uint64_t)),
     };
-    if (!slots->slot_of || !slots->expert_in || !slots->pinned || !slots->use || !slots->in_step || !slots->hits || !slots->misses) {
+    if (!slots->slot_of || !slots->expert_in || !slots->pinned || !slots->loading || !slots->use || !slots->in_step || !slots->hits || !slots->misses) {
         tsg_slots_free(slots);
         return false;
     }
@@ -35,6 +36,7 @@ void tsg_slots_free(struct tsg_slots * slots) {
     free(slots->slot_of);
     free(slots->expert_in);
     free(slots->pinned);
+    free(slots->loading);
     free(slots->use);
     free(slots->in_step);
     free(slots->hits);
@@ -64,7 +66,7 @@ static bool candidate_less(const struct tsg_slots * slots, struct candidate a, s
 
 static bool evictable(const struct tsg_slots * slots, int32_t slot) {
     const int32_t expert = slots->expert_in[slot];
-    return expert < 0 || (!slots->pinned[expert] && slots->in_step[slot] != slots->clock);
+    return expert < 0 || (!slots->pinned[expert] && !slots->loading[expert] && slots->in_step[slot] != slots->clock);
 }
 
 // The `n` best victims in order as scored at tick `now`, in one pass over the slots. Returns how many there are.
@@ -210,6 +212,24 @@ int32_t tsg_slots_acquire(struct tsg_slots * slots, const int32_t * experts, int
     return n_loads;
 }
 
+static uint32_t popularity(const struct tsg_slots * slots, int32_t expert) {
+    return tsg_use_freq(&slots->use[expert], slots->clock, slots->period);
+}
+
+bool tsg_slots_admit(struct tsg_slots * slots, int32_t expert, bool earned, struct tsg_load * out, struct tsg_counts * counts) {
+    struct candidate victim;
+    if (find_victims(slots, 1, false, slots->clock, &victim) == 0) {
+        return false;
+    }
+    const int32_t leaves = slots->expert_in[victim.slot];
+    if (earned && leaves >= 0 && popularity(slots, expert) <= popularity(slots, leaves)) {
+        return false;
+    }
+    load(slots, expert, victim.slot, counts);
+    *out = (struct tsg_load) { .expert = expert, .slot = victim.slot };
+    return true;
+}
+
 // ---- by hand ----
 
 void tsg_slots_fill(struct tsg_slots * slots) {
@@ -296,8 +316,8 @@ const char * tsg_slots_check(const struct tsg_slots * slots) {
         if (s >= 0 && slots->expert_in[s] != e) {
             return "an expert lies in a slot that holds another";
         }
-        if (s < 0 && (slots->pinned[e] || slots->use[e].segment)) {
-            return "an expert without a slot is pinned or protected";
+        if (s < 0 && (slots->pinned[e] || slots->loading[e] || slots->use[e].segment)) {
+            return "an expert without a slot is pinned, protected or on its way";
         }
         resident += s >= 0;
         pinned   += slots->pinned[e];

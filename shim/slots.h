@@ -17,6 +17,7 @@ struct tsg_slots {
     int32_t *        slot_of;    // [n_experts] -> slot, -1 = host memory only
     int32_t *        expert_in;  // [n_slots]   -> expert, -1 = free
     bool *           pinned;     // [n_experts]
+    bool *           loading;    // [n_experts] has a slot, but the copy into it is on its way: not a victim
     struct tsg_use * use;        // [n_experts]
     uint64_t *       in_step;    // [n_slots] clock of the step that needs it: not a victim in that step
     uint64_t *       hits;       // [n_experts]
@@ -41,6 +42,10 @@ void tsg_slots_free(struct tsg_slots * slots);
 // Returns the number of loads, or -1 if TSG_ADMIT_ALL cannot be met: then nothing changed, not even the counts.
 int32_t tsg_slots_acquire(struct tsg_slots * slots, const int32_t * experts, int32_t n, enum tsg_phase phase, enum tsg_admit admit,
                           int32_t max_loads, int32_t * slot, struct tsg_load * loads, struct tsg_counts * counts);
+
+// A miss of the step that was just acquired gets a slot. False, changing nothing, if there is no victim, or, if it must be `earned`, one that decode
+// wants at least as much. A free slot is nobody's.
+bool tsg_slots_admit(struct tsg_slots * slots, int32_t expert, bool earned, struct tsg_load * out, struct tsg_counts * counts);
 
 // Every expert in the slot of its own number, in a pool with room for all.
 void tsg_slots_fill(struct tsg_slots * slots);

@@ -41,6 +41,13 @@ enum tsg_engine_kind {
     TSG_ENGINE_DEVICE = 2,  // the device does, in one CUDA graph per token; an error where it cannot
 };
 
+// What happens to a miss of decode.
+enum tsg_miss_mode {
+    TSG_MISS_FETCH = 0,  // it is copied into a slot, and the device waits for it
+    TSG_MISS_CPU   = 1,  // the CPU computes it where it lies
+    TSG_MISS_SPLIT = 2,  // some are fetched and the CPU computes the others, so that both finish together
+};
+
 // How the device reads experts that are in no slot. What a rung cannot do the next one does.
 enum tsg_host_rung {
     TSG_HOST_NONE     = 0,  // not loaded
@@ -75,12 +82,14 @@ struct tsg_part {
 struct tsg_counts {
     uint64_t lookups;
     uint64_t hits;         // of these, resident when the layer asked
-    uint64_t misses;       // of these, moved over the link; hits + misses == lookups
+    uint64_t misses;       // of these, moved over the link or computed by the CPU; hits + misses == lookups
     uint64_t evictions;    // experts that lost their slot
     uint64_t bytes_link;   // host to device
     uint64_t bytes_device; // device to device: resident experts copied into the prefill stage
     uint64_t streamed;     // layer steps that went through the prefill stage
     uint64_t graphs;
+    uint64_t cpu_rows;     // pairs of a token and an expert that the CPU computed
+    uint64_t admitted;     // misses computed by the CPU that then entered the pool in the background
 };
 
 // How the engine ran.
@@ -91,6 +100,9 @@ struct tsg_notes {
     uint64_t edges_moved;     // waits in them that were moved behind the quantisation of the activations
     uint64_t overlapped;      // prefill graphs whose copies ran beside the computation
     uint64_t host_ns;         // time in the shim on the calling thread, decode
+    uint64_t cpu_ns;          // time that the CPU computed misses
+    uint64_t wait_cpu_ns;     // of the calling thread for the CPU, while the device may have been idle
+    uint64_t wait_device_ns;  // of the calling thread for the device, while the CPU had nothing to do
 };
 
 struct tsg_stats {
@@ -104,6 +116,7 @@ struct tsg_stats {
     int64_t  slots_used;
     struct tsg_notes notes;
     bool     device_engine;      // decode is device-resident
+    bool     cpu_cannot;         // the CPU cannot compute the misses of this model; tsg_pager_miss() says why
     bool     all_resident;       // every pool holds all its experts: nothing ever moves
 };
 
@@ -118,6 +131,14 @@ enum tsg_stretch {
 struct tsg_layer_time {
     uint64_t graphs;
     uint64_t ns[4];  // [enum tsg_stretch] sums over these graphs
+};
+
+// What to do with misses. Of those that the CPU computes one enters the pool if decode wants it more than the one that would leave.
+struct tsg_miss {
+    enum tsg_miss_mode mode;
+    int32_t            every;      // and at most one in so many; 0 = none
+    double             link_rate;  // split: bytes per second over the link,
+    double             cpu_rate;   // and of experts that the CPU computes; 0 = measured over the first layers
 };
 
 struct tsg_expert {
@@ -162,6 +183,11 @@ enum tsg_status tsg_pager_add_layer(struct tsg_pager * pager, int32_t pool, int3
 enum tsg_status tsg_pager_commit(struct tsg_pager * pager);
 enum tsg_status tsg_pager_ready(struct tsg_pager * pager, bool (*progress)(float fraction, void * data), void * data);
 void            tsg_pager_free(struct tsg_pager * pager);
+
+// Misses on the CPU: it joins before commit, with threads of its own; what it does may change at any time once the pager is ready.
+enum tsg_status tsg_pager_use_cpu(struct tsg_pager * pager, void * cpu_device, int32_t n_threads);
+enum tsg_status tsg_pager_set_miss(struct tsg_pager * pager, const struct tsg_miss * miss);
+const char *    tsg_pager_miss(struct tsg_pager * pager);  // what happens to misses and why, for people; valid while the pager is
 
 void * tsg_pager_device(struct tsg_pager * pager);       // ggml_backend_dev_t for llama_model_params.devices
 void * tsg_pager_buffer_type(struct tsg_pager * pager);  // ggml_backend_buffer_type_t for tensor_buft_overrides

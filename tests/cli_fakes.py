@@ -102,6 +102,9 @@ class FakeModel:
     def stats(self) -> FakeStats:
         return FakeStats()
 
+    def take_notes(self) -> list[str]:
+        return []
+
     def __enter__(self) -> FakeModel:
         return self
 

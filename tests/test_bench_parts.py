@@ -19,7 +19,7 @@ from tinyserve_gguf.bench import BenchOptions
 from tinyserve_gguf.bench_baseline import all_on_cpu, cpu_pattern, open_stock, resident_bytes, tightest_split
 from tinyserve_gguf.bench_measure import Case, Measured, Subject, TokenSource, measure, percentile, total
 from tinyserve_gguf.bench_needle import Needle, filler, hide, look
-from tinyserve_gguf.bench_table import Report, Row, as_markdown, bounds, measured_row, table, with_bounds
+from tinyserve_gguf.bench_table import Report, Row, as_markdown, bounds, guard_lines, measured_row, table, with_bounds
 from tinyserve_gguf.sequence import TokenSequence
 from tinyserve_gguf.window import WindowCounts
 
@@ -52,6 +52,24 @@ def paged(rate: float, mb: float, test: str = "tg64", **more: Any) -> Row:
 
 def stock(rate: float, test: str = "tg64", **more: Any) -> Row:
     return Row(run="stock", runner="llama.cpp", test=test, rate=rate, **({"all_resident": True} | more))
+
+
+def test_bounds_say_nothing_of_rows_that_the_cpu_computed() -> None:
+    assert with_bounds([paged(40, 100, cpu_rows_per_token=3.5), stock(100)])[0].serial_bound is None
+    assert with_bounds([paged(40, 100, cpu_rows_per_token=0), stock(100)])[0].serial_bound is not None
+
+
+def test_the_guard_compares_with_the_best_split_of_no_more_memory() -> None:
+    def split(rate: float, n_cpu_moe: int, expert_bytes: int, test: str = "tg64") -> Row:
+        return stock(rate, test, all_resident=False, n_cpu_moe=n_cpu_moe, expert_bytes=expert_bytes)
+
+    rivals = [stock(500, n_cpu_moe=0, expert_bytes=0), split(30, 48, 0), split(40, 30, 100), split(90, 10, 121), split(99, 30, 100, "pp512")]
+    rows = [paged(60, 1, expert_bytes=100, stage_bytes=20), paged(32, 1, expert_bytes=120), paged(20, 1, "pp512"), paged(9, 0, all_resident=True)]
+    faster, slower = guard_lines([*rows, *rivals])
+    assert faster == "cache at 60, tg64: 1.50 times the 40.0 tok/s of stock, llama.cpp's best with no more memory for experts"
+    assert slower.startswith("cache at 32, tg64: 0.80 times the 40.0 tok/s")
+    assert slower.endswith(": use that, a larger --expert-cache, or --miss auto")
+    assert guard_lines(rows) == []
 
 
 def test_rows_are_judged_by_llama_cpp_of_the_same_test() -> None:
@@ -174,7 +192,8 @@ class Recorder:
 
     def snapshot(self) -> Any:
         n = len(self.tokens)
-        return SimpleNamespace(prefill=Counts(bytes_link=10 * n), decode=Counts(graphs=n), notes=SimpleNamespace(host_ns=n * 1000))
+        notes = SimpleNamespace(host_ns=n * 1000, wait_cpu_ns=0, wait_device_ns=0)
+        return SimpleNamespace(prefill=Counts(bytes_link=10 * n), decode=Counts(graphs=n), notes=notes)
 
 
 def measured(context: Any, case: Case, repeat: int = 2, warmup: int = 0) -> Measured:

@@ -105,7 +105,7 @@ def test_the_rung_is_told(model_file: ModelFile, cache: str) -> None:
         assert model.host_pool.startswith("mapped: ")
         assert model.stats().lines()[1] == f"host pool: {model.host_pool}"
         assert model.stats().as_dict()["host"] == model.host_pool
-        assert model.lines() == [*model.plan.lines(), f"engine: {model.engine}", f"host pool: {model.host_pool}"]
+        assert model.lines() == [*model.plan.lines(), f"engine: {model.engine}", f"host pool: {model.host_pool}", f"misses: {model.miss}"]
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------------------------------

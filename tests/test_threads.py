@@ -23,9 +23,9 @@ PROMPTS = (7, 40, 200)
 STEPS = 16
 
 
-def opened(path: Path, cache: str = "25%") -> Model:
+def opened(path: Path, cache: str = "25%", miss: str = "fetch") -> Model:
     """One thread each: these tests run several models at once."""
-    return load(path, expert_cache=cache, device="CPU", n_ctx=256, n_threads=1)
+    return load(path, expert_cache=cache, device="CPU", n_ctx=256, n_threads=1, miss=miss)
 
 
 def text(session: Session, seed: int) -> list[int]:
@@ -59,11 +59,12 @@ def at_once(*tasks: Callable[[], None]) -> None:
             future.result(120)
 
 
-def test_two_models_with_two_contexts_each(model_file: ModelFile) -> None:
+@pytest.mark.parametrize("miss", ["fetch", "cpu"])
+def test_two_models_with_two_contexts_each(model_file: ModelFile, miss: str) -> None:
     """Four contexts, two of them over one slot pool each, give the logits that stock llama.cpp gives."""
     names = ("gpt-oss", "deepseek2")
     expected = {name: exact.stock(model_file(name), STEPS, PROMPTS) for name in names}
-    with opened(model_file(names[0])) as one, opened(model_file(names[1]), "50%") as two:
+    with opened(model_file(names[0]), miss=miss) as one, opened(model_file(names[1]), "50%", miss) as two:
 
         def task(model: Model, name: str, prompts: tuple[int, ...]) -> Callable[[], None]:
             def run() -> None:
@@ -262,10 +263,10 @@ def entries(folder: str) -> int:
     return len(list(Path(folder).iterdir()))
 
 
-def cycles(path: Path) -> Iterator[None]:
+def cycles(path: Path, miss: str) -> Iterator[None]:
     """Each one loads the model, runs it in two sessions and closes everything."""
     while True:
-        with opened(path) as model:
+        with opened(path, miss=miss) as model:
             for seed in range(2):
                 text(model.session(), seed)
         gc.collect()
@@ -273,11 +274,12 @@ def cycles(path: Path) -> Iterator[None]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
-def test_nothing_leaks(model_file: ModelFile) -> None:
+@pytest.mark.parametrize("miss", ["fetch", "cpu"])
+def test_nothing_leaks(model_file: ModelFile, miss: str) -> None:
     path = model_file("qwen3moe", embd=256, ff=512, experts=16, gate="Q8_0", up="Q8_0", down="Q8_0")
     size = path.stat().st_size
     assert size > 20e6
-    cycle = cycles(path)
+    cycle = cycles(path, miss)
     for _ in range(5):
         next(cycle)
     memory, files, threads = resident_bytes(), entries("/proc/self/fd"), entries("/proc/self/task")

@@ -20,6 +20,7 @@ from tinyserve_gguf import _llama
 from tinyserve_gguf.choices import ENGINES, POLICIES
 from tinyserve_gguf.errors import AbiMismatchError, CapacityError, EngineError, ModelFileError, OptionError, TinyserveError
 
+MISS_MODES = ("fetch", "cpu", "split")  # in the order of enum tsg_miss_mode
 HOST_RUNGS = ("none", "mapped", "pinned", "pageable")  # in the order of enum tsg_host_rung
 _REPAIR = "run: pip install --force-reinstall --no-cache-dir tinyserve-gguf"
 
@@ -129,6 +130,8 @@ class Counts:
     bytes_device: int = 0
     streamed: int = 0
     graphs: int = 0
+    cpu_rows: int = 0
+    admitted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,9 @@ class Notes:
     edges_moved: int
     overlapped: int
     host_ns: int
+    cpu_ns: int
+    wait_cpu_ns: int
+    wait_device_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +165,8 @@ class PagerStats:
     slots_used: int
     all_resident: bool
     device_engine: bool
+    miss: str  # what happens to misses of decode, and why
+    cpu_cannot: bool  # the CPU cannot compute those of this model
     notes: Notes
 
 
@@ -199,6 +207,16 @@ class Part:
     bias_data: bytes | None = None
     scale: str | None = None
     scale_data: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """What to do with misses of decode; see struct tsg_miss. Rates in bytes per second."""
+
+    mode: str = "fetch"  # one of MISS_MODES
+    every: int = 0  # of those that the CPU computes at most one in so many enters the pool; 0 = none
+    link_rate: float = 0.0  # for "split"
+    cpu_rate: float = 0.0  # likewise; 0 = measured over the first layers
 
 
 class Pager:
@@ -277,6 +295,21 @@ class Pager:
             raise raised[0]
         _check(status)
 
+    def use_cpu(self, cpu: Device, n_threads: int) -> None:
+        """Let the CPU compute misses, with so many threads. Before `commit`."""
+        _check(_lib.tsg_pager_use_cpu(self._pager, _ffi.cast("void *", cpu.handle), n_threads))
+
+    def set_miss(self, miss: Miss) -> None:
+        """What to do with misses from now on. EngineError for the CPU's part without `use_cpu`, or before `ready`."""
+        rates = {"link_rate": miss.link_rate, "cpu_rate": miss.cpu_rate}
+        options = {"mode": MISS_MODES.index(miss.mode), "every": miss.every} | rates
+        _check(_lib.tsg_pager_set_miss(self._pager, _ffi.new("struct tsg_miss *", options)))
+
+    @property
+    def miss(self) -> str:
+        """What happens to misses of decode, and why."""
+        return str(_ffi.string(_lib.tsg_pager_miss(self._pager)).decode("utf-8", "replace"))
+
     @property
     def host(self) -> str:
         """How the device reads experts that are in no slot, and why so. Known after `ready`."""
@@ -315,6 +348,8 @@ class Pager:
             slots_used=out.slots_used,
             all_resident=out.all_resident,
             device_engine=out.device_engine,
+            miss=self.miss,
+            cpu_cannot=out.cpu_cannot,
             notes=Notes(*_numbers(out.notes, Notes)),
         )
 

@@ -18,10 +18,11 @@ from tinyserve_gguf._shim import PagerStats
 from tinyserve_gguf.bench_baseline import all_on_cpu, full_bytes, label, open_stock, resident_bytes, tightest_split
 from tinyserve_gguf.bench_measure import Case, Subject, TokenSource, measure
 from tinyserve_gguf.bench_needle import REPLY_TOKENS, Needle, hide, look
-from tinyserve_gguf.bench_table import Report, Row, measured_row, with_bounds
+from tinyserve_gguf.bench_table import Report, Row, guard_lines, measured_row, with_bounds
 from tinyserve_gguf.context import ContextSpec, plan_context
 from tinyserve_gguf.errors import CapacityError, ModelFileError, OptionError, TinyserveError
 from tinyserve_gguf.facts import read_facts
+from tinyserve_gguf.miss import MissOptions
 from tinyserve_gguf.model import Model, default_threads, load, pick_device, plan_for
 from tinyserve_gguf.plan import GIB, DeviceFacts, pick_ubatch
 from tinyserve_gguf.sequence import TokenSequence
@@ -38,6 +39,9 @@ class BenchOptions:
     depths: tuple[int, ...] = (0,)
     expert_caches: tuple[str, ...] = ("auto",)
     policies: tuple[str, ...] = ("lfru",)
+    misses: tuple[str, ...] = ("fetch",)
+    miss_admits: tuple[int, ...] = ()  # rates of admission to compare where the CPU computes misses
+    miss_threads: int | None = None
     windows: tuple[int, ...] = (0,)  # 0 = a context that holds everything
     device: str = "auto"
     engine: str = "auto"
@@ -71,6 +75,7 @@ class _Run:
 
     expert_cache: str
     policy: str
+    misses: MissOptions
     link_gbps: float | None
     paged: bool  # some experts have no slot
     window: int | None
@@ -119,6 +124,19 @@ class Bench:
         if options.link_gbps and self.link and options.link_gbps * 1e9 > self.link:
             raise OptionError(f"--link-gbps {options.link_gbps:g} is above the {self.link / 1e9:.1f} GB/s that this link reaches: give less")
 
+    @property
+    def _misses(self) -> list[MissOptions]:
+        """The ways to handle misses, each with every rate of admission where that applies."""
+        options, found = self.options, list[MissOptions]()
+        for mode in dict.fromkeys(options.misses):
+            rates = dict.fromkeys(options.miss_admits) if mode in ("cpu", "split") and options.miss_admits else (None,)
+            found += [MissOptions(mode, every, options.miss_threads if mode != "fetch" else None) for every in rates]
+        if not any(miss.mode in ("cpu", "split") for miss in found) and options.miss_admits:
+            raise OptionError("--miss-admit is for --miss cpu or split: with fetch the CPU computes no expert, and auto tries several rates")
+        if not any(miss.uses_cpu for miss in found) and options.miss_threads:
+            raise OptionError("--miss-threads is for --miss cpu, split or auto: with fetch the CPU computes no expert")
+        return found
+
     def _plan_runs(self) -> list[_Run]:
         """Expert caches with their policies. Where all experts are resident one policy is enough, as it decides nothing, and the link is idle."""
         options, runs = self.options, list[_Run]()
@@ -133,7 +151,9 @@ class Bench:
                 continue
             resident = all(pool.is_resident for pool in plan.pools)
             policies = list(dict.fromkeys(options.policies))[: 1 if resident else None]
-            runs += [_Run(cache, policy, None if resident else options.link_gbps, not resident, window) for policy in policies]
+            misses = self._misses[: 1 if resident else None]
+            link = None if resident else options.link_gbps
+            runs += [_Run(cache, policy, miss, link, not resident, window) for policy in policies for miss in misses]
         if options.profile and runs and not any(run.paged for run in runs):
             raise OptionError("--profile has nothing to tell apart, all experts are on the device: give a smaller --expert-cache")
         if options.link_gbps and runs and not any(run.link_gbps for run in runs):
@@ -161,6 +181,7 @@ class Bench:
         rows, notes = with_bounds(self.rows), list(self.notes)
         if any(row.is_timed and not row.all_resident and row.runner == "tinyserve-gguf" and row.bound_from is None for row in rows):
             notes.append("bounds need the compute time with everything on the device, and it was not measured: --baseline or --expert-cache all does")
+        notes += guard_lines(rows)
         return Report(
             model={"path": str(facts.path), "name": facts.name, "architecture": facts.architecture, "file_bytes": facts.file_bytes},
             setup={
@@ -206,25 +227,33 @@ class Bench:
                 n_threads=options.n_threads,
                 engine=options.engine,
                 link_gbps=run.link_gbps,
-                progress=self._loading(f"{name}, {run.policy}"),
+                miss=run.misses.mode,
+                miss_admit=run.misses.every,
+                miss_threads=run.misses.threads,
+                miss_remember=False,
+                progress=self._loading(f"{name}, {run.policy}" + (f", miss {run.misses.mode}" if run.misses.uses_cpu else "")),
             )
         except TinyserveError as error:
             self._failed(base, error)
             return
         with model:
-            base = self._placed(replace(base, load_seconds=time.perf_counter() - start), model)
+            base = self._placed(replace(base, load_seconds=time.perf_counter() - start), model, run.misses)
             needle = hide(model, options.needle, options.text, options.seed) if options.needle else None
             self._measure(base, model.native, model.context.options, model.context.rolling, lambda: model.stats().pager, free, model)
+            self.notes += [f"{base.run}: {note}" for note in model.take_notes()]
+            self.rows = [replace(row, miss=model.miss) if row.run == base.run and row.miss else row for row in self.rows]  # as it is after all
             if needle:
                 self._seek(base, model, needle)
 
-    def _placed(self, base: Row, model: Model) -> Row:
+    def _placed(self, base: Row, model: Model, misses: MissOptions) -> Row:
         """The row of a run, completed by what was decided when the model was loaded."""
         pager = model.stats().pager
         resident = pager is None or pager.all_resident
         parts = [base.run]
         if not resident:
             parts.append(model.policy)
+        if not resident and misses.uses_cpu:
+            parts.append(f"miss {misses.mode}" + ("" if misses.every is None else f", admit 1/{misses.every}" if misses.every else ", admit none"))
         if self.options.engine != "auto":
             parts.append(f"{self.options.engine} engine")
         if base.window:
@@ -240,6 +269,7 @@ class Bench:
             base,
             run=", ".join(parts),
             policy=None if resident else model.policy,
+            miss=None if resident else model.miss,
             engine=model.engine,
             all_resident=resident,
             expert_bytes=pager.pool_bytes,
@@ -343,7 +373,7 @@ class Bench:
             return
         with closing(context):
             sequence = TokenSequence(context, rolling, WindowCounts())
-            subject = Subject(sequence, self._source(native), snapshot, self._tick)
+            subject = Subject(sequence, self._source(native), snapshot, self._tick, model.decoded if model else lambda _seconds: None)
             for case in self.options.cases:
                 self._show(f"{base.run}: {case.name}")
                 row = measured_row(base, measure(subject, case, self.options.repeat, self.options.warmup))

@@ -62,6 +62,7 @@ class Subject:
     source: TokenSource
     snapshot: Callable[[], PagerStats | None]  # counters of the expert cache; None where nothing is paged
     tick: Callable[[], None]
+    decoded: Callable[[float], None] = lambda _seconds: None  # hears what every decoded token took
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ class Measured:
     steps: tuple[float, ...]  # tg: every single token of all repeats
     counts: Counts | None  # of the timed stretches alone
     host_seconds: float | None = None  # tg: what the shim took of the calling thread
+    wait_cpu_seconds: float | None = None  # tg: what that thread waited for the CPU, which computed misses,
+    wait_device_seconds: float | None = None  # and for the device
 
     @property
     def rates(self) -> list[float]:
@@ -121,8 +124,12 @@ def _measure_decode(subject: Subject, case: Case, repeat: int, warmup: int) -> M
         steps.append(_step(subject, token))
     seconds = tuple(sum(steps[i : i + case.n]) for i in range(0, len(steps), case.n))
     after = subject.snapshot()
-    host = (after.notes.host_ns - before.notes.host_ns) / 1e9 if after and before else None
-    return Measured(case, seconds, (), tuple(steps), phases(after, before), host)
+    counts = phases(after, before)
+    if not (after and before):
+        return Measured(case, seconds, (), tuple(steps), counts)
+    names = ("host_ns", "wait_cpu_ns", "wait_device_ns")
+    host, cpu, device = ((getattr(after.notes, name) - getattr(before.notes, name)) / 1e9 for name in names)
+    return Measured(case, seconds, (), tuple(steps), counts, host, cpu, device)
 
 
 def _read(subject: Subject, tokens: Sequence[int]) -> None:
@@ -140,7 +147,9 @@ def _step(subject: Subject, token: int) -> float:
     start = time.perf_counter()
     subject.sequence.append([token], want_logits=True)
     subject.sequence.context.synchronize()
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    subject.decoded(seconds)
+    return seconds
 
 
 def total(counts: Sequence[Counts | None]) -> Counts | None:

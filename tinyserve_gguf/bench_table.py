@@ -23,6 +23,7 @@ class Row:
     runner: str  # "tinyserve-gguf" or "llama.cpp"
     expert_cache: str | None = None  # as asked for
     policy: str | None = None
+    miss: str | None = None  # what happens to misses of decode
     engine: str | None = None  # which one runs, and why
     n_cpu_moe: int | None = None  # llama.cpp: blocks whose experts are on the CPU
     all_resident: bool = False  # everything is on the device: nothing moves, and the CPU computes nothing
@@ -40,6 +41,10 @@ class Row:
     hit_rate: float | None = None  # of this test: of prefill in a pp row, of decode in a tg row
     host_us_per_token: float | None = None  # tg: time in the shim on the calling thread
     mb_per_token: float | None = None  # over the link, MB of 10^6
+    cpu_rows_per_token: float | None = None  # experts that the CPU computed because they were missed
+    admitted_per_token: float | None = None  # of these, entered the pool in the background
+    wait_cpu_ms: float | None = None  # tg: per token, of the calling thread for the CPU
+    wait_device_ms: float | None = None  # and for the device
     link_gbps: float | None = None  # measured, or what it was throttled to
     link_throttled: bool = False
     bound_from: str | None = None  # the run that gave the compute time of the bounds
@@ -92,8 +97,8 @@ def bounds(full_rate: float, bytes_per_token: float, link: float) -> Bounds:
 
 
 def with_bounds(rows: Iterable[Row]) -> list[Row]:
-    """Rows of tinyserve-gguf get their bounds from a row of the same test and window with everything on the device: llama.cpp's own, else the one
-    whose cache holds all experts. A row is not judged by itself."""
+    """Rows of tinyserve-gguf, unless the CPU computes their misses, get their bounds from a row of the same test and window with everything on the
+    device: llama.cpp's own, else the one whose cache holds all experts. A row is not judged by itself."""
     rows = list(rows)
     full: dict[tuple[str | None, int | None], Row] = {}
     for row in sorted(rows, key=lambda row: row.runner != "llama.cpp"):
@@ -103,7 +108,7 @@ def with_bounds(rows: Iterable[Row]) -> list[Row]:
 
 
 def _bounded(row: Row, full: Row | None) -> Row:
-    if full is None or full is row or not full.rate or row.runner == "llama.cpp" or not (row.rate and row.link_gbps):
+    if full is None or full is row or not full.rate or row.runner == "llama.cpp" or not (row.rate and row.link_gbps) or row.cpu_rows_per_token:
         return row
     found = bounds(full.rate, (row.mb_per_token or 0) * 1e6, row.link_gbps * 1e9)
     return replace(
@@ -116,9 +121,28 @@ def _bounded(row: Row, full: Row | None) -> Row:
     )
 
 
+def guard_lines(rows: Iterable[Row]) -> list[str]:
+    """A line for every decode row with misses: against the fastest that llama.cpp reached in the same test with no more memory for experts."""
+    rows = [row for row in rows if row.is_timed and row.rate and (row.test or "").startswith("tg")]
+    lines = []
+    for row in rows:
+        if row.runner == "llama.cpp" or row.all_resident:
+            continue
+        room = (row.expert_bytes or 0) + (row.stage_bytes or 0)
+        rivals = [r for r in rows if r.runner == "llama.cpp" and r.test == row.test and r.n_cpu_moe and (r.expert_bytes or 0) <= room]
+        if not rivals:
+            continue
+        best = max(rivals, key=lambda r: r.rate or 0.0)
+        ratio = (row.rate or 0.0) / (best.rate or 1.0)
+        line = f"{row.run}, {row.test}: {ratio:.2f} times the {best.rate:.1f} tok/s of {best.run}, llama.cpp's best with no more memory for experts"
+        lines.append(line if ratio >= 1 else f"{line}: use that, a larger --expert-cache, or --miss auto")
+    return lines
+
+
 def measured_row(base: Row, measured: Measured) -> Row:
     """`base` with the numbers of one test."""
     rates, counts, case = measured.rates, measured.counts, measured.case
+    n = case.n * len(rates)
     return replace(
         base,
         test=case.name,
@@ -131,8 +155,12 @@ def measured_row(base: Row, measured: Measured) -> Row:
         p50_ms=percentile(measured.steps, 0.5) * 1e3 if measured.steps else None,
         p99_ms=percentile(measured.steps, 0.99) * 1e3 if measured.steps else None,
         hit_rate=hit_rate(counts) if counts else None,
-        host_us_per_token=None if measured.host_seconds is None else measured.host_seconds * 1e6 / (case.n * len(rates)),
-        mb_per_token=counts.bytes_link / 1e6 / (case.n * len(rates)) if counts else None,
+        host_us_per_token=None if measured.host_seconds is None else measured.host_seconds * 1e6 / n,
+        mb_per_token=counts.bytes_link / 1e6 / n if counts else None,
+        cpu_rows_per_token=counts.cpu_rows / n if counts else None,
+        admitted_per_token=counts.admitted / n if counts else None,
+        wait_cpu_ms=None if measured.wait_cpu_seconds is None else measured.wait_cpu_seconds * 1e3 / n,
+        wait_device_ms=None if measured.wait_device_seconds is None else measured.wait_device_seconds * 1e3 / n,
     )
 
 
@@ -163,6 +191,7 @@ COLUMNS = (
     "p99 ms",
     "hit rate",
     "MB/token",
+    "CPU rows/token",
     "serial bound",
     "overlapped bound",
     "experts GiB",
@@ -183,7 +212,8 @@ def as_markdown(report: Report) -> str:
     parts += ["\n".join(_profile_lines(row, row.profile)) for row in timed if row.profile]
     parts += ["\n".join(_needle_lines(row)) for row in report.rows if row.found is not None]
     engines = dict.fromkeys(f"{row.run}: {row.engine}" for row in report.rows if row.engine and not row.all_resident)
-    notes = [f"{row.run}: not measured: {row.error}" for row in report.rows if row.error] + [*engines, *report.notes]
+    misses = dict.fromkeys(f"{row.run}: misses are {row.miss}" for row in report.rows if row.cpu_rows_per_token)
+    notes = [f"{row.run}: not measured: {row.error}" for row in report.rows if row.error] + [*engines, *misses, *report.notes]
     if notes:
         parts.append("\n".join(f"- {note}" for note in notes))
     return "\n\n".join(parts)
@@ -207,6 +237,7 @@ def _cells(row: Row) -> list[str]:
         number(row.p99_ms, "{:.2f}"),
         number(row.hit_rate, "{:.1%}"),
         number(row.mb_per_token, "{:.2f}"),
+        number(row.cpu_rows_per_token or None, "{:.2f}"),
         bound(row.serial_bound, row.of_serial),
         bound(row.overlapped_bound, row.of_overlapped),
         number(expert_bytes, "{:.2f}"),

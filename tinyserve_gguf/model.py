@@ -15,6 +15,8 @@ from tinyserve_gguf.context import ContextPlan, ContextSpec, confirm, plan_conte
 from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, OptionError
 from tinyserve_gguf.experts import Experts
 from tinyserve_gguf.facts import ExpertLayer, ModelFacts, PartFacts, TensorFacts, read_facts
+from tinyserve_gguf.miss import MissOptions
+from tinyserve_gguf.miss_tuning import Tuning
 from tinyserve_gguf.plan import CacheSpec, DeviceFacts, Plan, make_plan
 from tinyserve_gguf.sampling import Sampling
 from tinyserve_gguf.session import Session
@@ -78,6 +80,10 @@ def load(
     n_threads: int | None = None,
     engine: str = "auto",
     link_gbps: float | None = None,
+    miss: str = "fetch",
+    miss_admit: int | None = None,
+    miss_threads: int | None = None,
+    miss_remember: bool = True,
     progress: Callable[[float], bool] | None = None,
 ) -> Model:
     """Open a GGUF model with its routed experts paged through a pool of slots.
@@ -97,6 +103,12 @@ def load(
         n_threads: threads of CPU computation; by default one per core.
         engine: "auto", "host" (the host reads the router's choice once a layer) or "device" (one CUDA graph a token; an error where that cannot be).
         link_gbps: slow the host-to-device link down to so many GB/s, for what-if runs on the device engine.
+        miss: what happens to misses of decode: "fetch" them, let the "cpu" compute them where they lie, "split" them so that link and CPU finish
+            together, or "auto": try all of that on the first tokens and go on with the fastest. On a GPU the CPU's part rounds differently from
+            llama.cpp on that GPU.
+        miss_admit: of the misses that the CPU computes at most one in so many enters the pool, in the background; 0 for none, by default 4.
+        miss_threads: threads that compute them; by default `n_threads`, with one core left to the thread that drives the device.
+        miss_remember: "auto" keeps its choice in the user's cache directory, and uses one that is kept there.
         progress: called with 0..1 while weights are loaded; returning False stops it with an EngineError.
 
     Raises ModelFileError, OptionError or CapacityError, one line each, before anything is left behind.
@@ -108,10 +120,13 @@ def load(
     for name, value in (("-b", n_ubatch), ("-t", n_threads)):
         if value is not None and value < 1:
             raise OptionError(f"{name} is 1 or more, not {value}")
+    misses = MissOptions(miss, miss_admit, miss_threads, miss_remember)
+    if misses.uses_cpu and engine == "device":
+        raise OptionError(f"the device engine fetches every miss: --miss {miss} needs --engine auto or host")
     spec = ContextSpec.of(n_ctx, window, sinks, kv_type, kv_type_v, flash_attn)
     plan, chosen = plan_for(read_facts(path), expert_cache=expert_cache, device=device, context=spec, n_ubatch=n_ubatch)
     context = plan_context(plan.facts, spec, chosen, n_ubatch=plan.n_ubatch, n_threads=n_threads or default_threads())
-    return Model(plan, chosen, policy, spec, context, engine=engine, link_gbps=link_gbps, progress=progress)
+    return Model(plan, chosen, policy, spec, context, engine=engine, link_gbps=link_gbps, misses=misses, progress=progress)
 
 
 class _Progress:
@@ -147,6 +162,7 @@ class Model:
         *,
         engine: str = "auto",
         link_gbps: float | None = None,
+        misses: MissOptions = MissOptions(),
         progress: Callable[[float], bool] | None = None,
     ) -> None:
         self.plan = plan
@@ -160,14 +176,15 @@ class Model:
         self._own: Session | None = None  # that of generate()
         self._formatter: Callable[[list[dict[str, str]]], str] | None = None
         self._closed_windows, self._windows_before = WindowCounts(), WindowCounts()  # of closed sessions; at the last reset of the counters
+        self._tuning: Tuning | None = None  # --miss auto
         try:
-            self._open(engine, link_gbps, progress)
+            self._open(engine, link_gbps, misses.completed(context.options.n_threads), progress)
             self.context = confirm(context, self.facts, spec, device, self.native)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, engine: str, link_gbps: float | None, progress: Callable[[float], bool] | None) -> None:
+    def _open(self, engine: str, link_gbps: float | None, misses: MissOptions, progress: Callable[[float], bool] | None) -> None:
         layers: dict[tuple[int, str], tuple[int, ExpertLayer]] = {}
         offload: Offload | None = None if self._device.is_cpu else Offload(self._device.handle)
         stage = _Progress(progress)
@@ -180,6 +197,8 @@ class Model:
                 for layer in pool.group.layers:
                     parts = [self._part(part) for part in layer.parts]
                     layers[layer.block, layer.family] = self._pager.add_layer(index, layer.n_expert, layer.n_used, parts), layer
+            if misses.threads:
+                self._pager.use_cpu(next(device for device in _shim.devices() if device.is_cpu), misses.threads)
             self._pager.commit()
             offload = self._pager.offload(EXPERT_PATTERN)
         try:
@@ -197,8 +216,13 @@ class Model:
             self._experts = Experts(self._pager, layers)
             if link_gbps is not None:
                 self._pager.set_link(link_gbps * 1e9)
-        elif link_gbps is not None or engine != "auto":
-            raise OptionError(f"{self.facts.name} is dense: there is no expert engine to choose and no link to slow down")
+            if misses.uses_cpu:
+                if misses.mode != "auto":
+                    self._pager.set_miss(misses.resolve(lambda: link_gbps * 1e9 if link_gbps else self._device.link_rate()))
+                elif not self._pager.stats().all_resident:
+                    self._tuning = Tuning(self._pager, misses, self.facts, self._device, engine, link_gbps)
+        elif link_gbps is not None or engine != "auto" or misses.uses_cpu:
+            raise OptionError(f"{self.facts.name} is dense: there is no expert engine to choose, no link to slow down and no expert to miss")
 
     def _part(self, part: PartFacts) -> Part:
         w = part.weight
@@ -268,8 +292,24 @@ class Model:
 
     def lines(self) -> list[str]:
         """What was decided and why, for people: the plan, and what could only be known once the model was loaded."""
-        engine = [f"engine: {self.engine}", f"host pool: {self.host_pool}"] if self._pager else []
+        engine = [f"engine: {self.engine}", f"host pool: {self.host_pool}", f"misses: {self.miss}"] if self._pager else []
         return [*self.plan.lines(), *engine, *self.context.lines]
+
+    @property
+    def miss(self) -> str:
+        """What happens to misses of decode, and why, for people."""
+        if self._pager is None:
+            return "none, nothing is paged"
+        return self._tuning.text if self._tuning else self._pager.miss
+
+    def decoded(self, seconds: float) -> None:
+        """Tell `--miss auto` how long a token took. Sessions do; who decodes by himself must."""
+        if self._tuning:
+            self._tuning.decoded(seconds)
+
+    def take_notes(self) -> list[str]:
+        """What `--miss auto` found out since the last call, for people."""
+        return self._tuning.take_notes() if self._tuning else []
 
     @property
     def host_pool(self) -> str:
@@ -368,7 +408,7 @@ class Model:
 
     def session(self) -> Session:
         """A new KV cache of `n_ctx` tokens. It is closed with the model at the latest."""
-        session = Session(self.native, self.context.options, self.context.rolling, self._snapshot, on_close=self._closed)
+        session = Session(self.native, self.context.options, self.context.rolling, self._snapshot, on_close=self._closed, on_step=self.decoded)
         self._sessions.add(session)
         return session
 

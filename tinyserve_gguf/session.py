@@ -24,6 +24,7 @@ class Session:
         rolling: Rolling | None,
         snapshot: Callable[[], PagerStats | None],
         on_close: Callable[[Session], None],
+        on_step: Callable[[float], None],
     ) -> None:
         self._model = model
         self._context = NativeContext(model, options)
@@ -33,6 +34,7 @@ class Session:
         self._step = self._context.n_batch
         self._snapshot = snapshot
         self._on_close = on_close
+        self._on_step = on_step  # hears how many seconds a decoded token took
         self.last: ReplyStats | None = None
 
     @property
@@ -113,8 +115,11 @@ class Session:
             reused = self.read(tokens)
             self._context.synchronize()
             read_at, after_read = time.perf_counter(), self._snapshot()
+            step_at = None
             while made != max_tokens:
-                token = sampler.sample(self._context)
+                token = sampler.sample(self._context)  # waits for the logits
+                if step_at is not None:
+                    self._on_step(time.perf_counter() - step_at)
                 if self._model.is_end(token):
                     finish = "stop"
                     return
@@ -126,6 +131,7 @@ class Session:
                     finish = "context"
                     return
                 self._sequence.cut(self._sequence.n_tokens)  # drops a token that an interrupt left behind
+                step_at = time.perf_counter()
                 self._sequence.append([token], want_logits=True)
             finish = "length"
         finally:

@@ -77,6 +77,12 @@ class Stats:
                     f"{name}: hit rate {rate:.1%} of {c.lookups} lookups, {c.evictions} evictions, {c.bytes_link / 1e6:.0f} MB over the link "
                     f"in {c.graphs} graphs"
                 )
+        if pager.decode.cpu_rows:
+            c, n = pager.decode, pager.notes
+            lines.append(
+                f"misses {pager.miss}: {c.cpu_rows} expert rows in {n.cpu_ns / 1e9:.2f} s, {c.admitted} experts entered the pool in the background; "
+                f"waited {n.wait_cpu_ns / 1e9:.2f} s for the CPU, {n.wait_device_ns / 1e9:.2f} s for {self.device}"
+            )
         return lines + window
 
 
@@ -133,6 +139,8 @@ class ReplyStats:
             parts += [f"hit rate {self.hit_rate:.1%}", f"{self.mb_per_token:.1f} MB/tok"]
         if self.evicted_tokens:
             parts.append(f"{self.evicted_tokens} tok left the window")
+        if self.decode and self.decode.cpu_rows:
+            parts.append(f"{self.decode.cpu_rows / max(1, self.reply_tokens - 1):.1f} experts/tok on the CPU")
         if self.finish != "stop":
             parts.append({"length": "stopped at -n", "context": "context is full", "interrupted": "interrupted"}[self.finish])
         return " | ".join(parts)

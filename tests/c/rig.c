@@ -333,7 +333,12 @@ static struct ggml_tensor * build_layer(const struct builder * b, struct ggml_te
     const int64_t n_tokens = x->ne[1], n_used = b->ids->ne[0], n_expert = probs->ne[0];
     struct ggml_tensor *  in = ggml_reshape_3d(ctx, x, N_EMBD, 1, n_tokens);
     struct ggml_tensor *  h;
-    if (b->rig->spec.fused) {
+    if (b->rig->spec.loose) {
+        struct ggml_tensor * both = build_matmul(b, 0, in), * up = build_matmul(b, b->rig->spec.fused ? 0 : 1, in);
+        struct ggml_tensor * gate = ggml_silu(ctx, ggml_view_3d(ctx, both, N_FF, both->ne[1], both->ne[2], both->nb[1], both->nb[2], 0));
+        up = ggml_clamp_inplace(ctx, ggml_view_3d(ctx, up, N_FF, up->ne[1], up->ne[2], up->nb[1], up->nb[2], up->nb[1] - N_FF * sizeof(float)), -0.5f, 0.5f);
+        h  = ggml_mul(ctx, ggml_clamp(ctx, ggml_scale(ctx, gate, 1.5f), -0.1f, 0.6f), ggml_cont(ctx, up));
+    } else if (b->rig->spec.fused) {
         h = ggml_swiglu(ctx, build_matmul(b, 0, in));
     } else {
         struct ggml_tensor * up = build_matmul(b, 1, in);

@@ -22,6 +22,7 @@ struct spec {
     bool            fused;   // gate and up in one weight
     bool            pools;   // odd layers go to a second pool
     bool            adapter; // a LoRA on the first part of every layer
+    bool            loose;   // the activation in single nodes: clamps, one of them in place, a scale, views
     int32_t         n_layers;
     int32_t         n_expert[RIG_LAYERS];
     int32_t         n_used;

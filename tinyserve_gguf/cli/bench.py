@@ -12,7 +12,17 @@ import click
 from tinyserve_gguf.choices import POLICIES
 from tinyserve_gguf.cli.interrupt import Interrupt
 from tinyserve_gguf.cli.lines import decoded
-from tinyserve_gguf.cli.options import INT32_MAX, ExpertCache, FiniteRange, device_option, engine_option, threads_option, ubatch_option
+from tinyserve_gguf.cli.options import (
+    INT32_MAX,
+    MISSES,
+    ExpertCache,
+    FiniteRange,
+    device_option,
+    engine_option,
+    miss_threads_option,
+    threads_option,
+    ubatch_option,
+)
 from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.outfile import OutputFile
 
@@ -21,6 +31,7 @@ Examples:
   bench model.gguf --expert-cache all,50%,25% --baseline       the cache against llama.cpp itself
   bench model.gguf -p 2048 -n 64 --depth 0,4096                tests as llama-bench has them
   bench model.gguf -p 0 --policy lfru,lru --prompt-file a.txt  decode alone, on real text
+  bench model.gguf -p 0 --miss fetch,cpu --miss-admit 4,16     misses computed by the CPU instead
   bench model.gguf --link-gbps 13.8 --csv --output slow.csv    what a slower link would do
   bench model.gguf -p 0 --expert-cache 25% --profile           where the time of a token goes
   bench model.gguf -p 0 -n 0 --needle 30000                    does it find a number in a long prompt?
@@ -86,6 +97,23 @@ counts = list_of(click.IntRange(0, INT32_MAX).convert)
     metavar="LIST",
     help="Go on without end in a context of W tokens: the oldest leave; 0 = keep all.",
 )
+@click.option(
+    "--miss",
+    "misses",
+    callback=list_of(click.Choice(MISSES).convert),
+    default="fetch",
+    show_default=True,
+    metavar="LIST",
+    help="Experts that decode misses: fetch them, let the cpu compute them, split them between both, or auto.",
+)
+@click.option(
+    "--miss-admit",
+    "miss_admits",
+    callback=lambda context, parameter, value: counts(context, parameter, value) if value else (),
+    metavar="LIST",
+    help="Of the misses that the CPU computes at most one in N enters the cache; 0 = none.  [default: 4]",
+)
+@miss_threads_option
 @device_option
 @engine_option
 @ubatch_option

@@ -83,6 +83,7 @@ def chat(model: str, prompt: str | None, system: str | None, keep_system: bool, 
             max_tokens=n_predict,
             sampling=sampling,
             stats_lines=lambda: loaded.stats().lines(),
+            notes=loaded.take_notes,
             interactive=interactive,
         )
         finished = repl.answer(prompt) if prompt else repl.run()

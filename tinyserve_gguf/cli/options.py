@@ -24,6 +24,7 @@ MAX_UBATCH = 1 << 16  # 128 times the default; what lies above only exhausts mem
 KV_TYPES = ("f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl", "f32")
 FLASH_ATTENTION = ("auto", "on", "off")
 DEFAULT_WINDOW = 2048
+MISSES = ("fetch", "cpu", "split", "auto")
 SAMPLING = ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
 
 
@@ -108,6 +109,25 @@ engine_option = click.option(
 device_option = click.option(
     "--device", type=Device(), default="auto", show_default=True, metavar="NAME", help="Device that computes: auto, CPU, CUDA0, ..."
 )
+miss_option = click.option(
+    "--miss",
+    type=click.Choice(MISSES),
+    default="fetch",
+    show_default=True,
+    help="Experts that decode misses: fetch them, let the CPU compute them, split them between both, or auto: what is fastest here.",
+)
+miss_admit_option = click.option(
+    "--miss-admit",
+    type=click.IntRange(0, INT32_MAX),
+    metavar="N",
+    help="Of the misses that the CPU computes at most one in N enters the cache; 0 = none.  [default: 4]",
+)
+miss_threads_option = click.option(
+    "--miss-threads",
+    type=click.IntRange(1, MAX_THREADS),
+    metavar="N",
+    help="CPU threads that compute misses.  [default: as -t, with a core left over]",
+)
 ctx_size_option = click.option(
     "-c",
     "--ctx-size",
@@ -160,7 +180,8 @@ predict_option = click.option(
 def placement_options(command: F) -> F:
     """What `load` takes, as keyword arguments of the same names."""
     context = (flash_attn_option, kv_type_v_option, kv_type_option, sinks_option, window_option, ctx_size_option)
-    for option in (threads_option, ubatch_option, *context, device_option, policy_option, expert_cache_option):
+    misses = (miss_threads_option, miss_admit_option, miss_option)
+    for option in (threads_option, ubatch_option, *context, device_option, *misses, policy_option, expert_cache_option):
         command = option(command)
     return command
 

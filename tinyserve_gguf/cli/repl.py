@@ -73,6 +73,7 @@ class Repl:
         max_tokens: int,
         sampling: Sampling,
         stats_lines: Callable[[], list[str]],
+        notes: Callable[[], list[str]] = list,
         interactive: bool,
     ) -> None:
         self.turns: list[ReplyStats] = []
@@ -83,6 +84,7 @@ class Repl:
         self._max_tokens = max_tokens
         self._sampling = sampling
         self._stats_lines = stats_lines
+        self._notes = notes  # what the model has to say since the last call
         self._interactive = interactive
         self._line_open = False  # whether `out` is in the middle of a line
         self._commands: dict[str, Callable[[str], None]] = {
@@ -161,6 +163,8 @@ class Repl:
             return
         self.turns.append(stats)
         self._say(stats.line())
+        for note in self._notes():
+            self._say(note)
         if stats.finish == "context":
             self._say("the context is full: /reset starts over, a larger -c makes room, --window goes on without end")
 

@@ -1,0 +1,234 @@
+"""`--miss auto`: which way it chooses at made-up speeds, what that costs, what it remembers; and a real model that it tunes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from exact import THREADS
+from processes import cli
+
+from tinyserve_gguf import OptionError, Sampling, load
+from tinyserve_gguf._shim import Miss
+from tinyserve_gguf.miss import candidates
+from tinyserve_gguf.miss_auto import LASTING, MARGIN, TURN, WARM, WARM_MOST, WINDOW, Choice, Tuner, label
+from tinyserve_gguf.miss_memory import recall, remember
+
+ModelFile = Callable[..., Path]
+WAYS = candidates(10e9)
+FETCH, FIRST, *_ = WAYS
+
+
+class World:
+    """Where every way takes its time for a token, in seconds, and hits so often."""
+
+    def __init__(self, times: dict[str, float], remembered: Choice | None = None) -> None:
+        self.times, self.hit_rate, self.able = times, 0.7, True
+        self.used: list[str] = []  # of every token
+        self.kept: list[Choice] = []
+        self.hits = self.lookups = 0
+        self.now = FETCH
+        self.noise = itertools.cycle((0.99, 1.0, 1.01, 1.6))  # now and then a token takes long
+        self.tuner = Tuner(
+            WAYS,
+            switch=lambda miss: setattr(self, "now", miss),
+            able=lambda: self.able,
+            counts=lambda: (self.hits, self.lookups),
+            chosen=self.kept.append,
+            remembered=remembered,
+        )
+
+    def decode(self, n: int) -> float:
+        """Seconds of `n` tokens."""
+        total = 0.0
+        for _ in range(n):
+            self.used.append(label(self.now))
+            self.lookups += 100
+            self.hits += round(100 * self.hit_rate)
+            seconds = self.times.get(label(self.now), 1.0) * next(self.noise)
+            self.tuner.step(seconds)
+            total += seconds
+        return total
+
+
+def times(fetch: float, *others: float) -> dict[str, float]:
+    return dict(zip(map(label, WAYS), (fetch, *others), strict=True))
+
+
+@pytest.mark.parametrize("best", range(len(WAYS)))
+def test_the_fastest_stays(best: int) -> None:
+    world = World(times(*(0.8 if i == best else 1.0 for i in range(len(WAYS)))))
+    world.decode(400)
+    assert world.now == WAYS[best]
+    (choice,) = world.kept
+    (note,) = world.tuner.take_notes()
+    assert note == f"misses: {choice.line()}"
+    assert note.startswith(f"misses: {label(WAYS[best])} is fastest here; tok/s: {1.0 if best else 1.2:.1f} (fetch)")
+    assert choice.figures.keys() == set(map(label, WAYS))
+    assert set(world.used[-100:]) == {label(WAYS[best])}
+
+
+def test_fetching_wins_unless_another_way_is_faster_by_a_margin() -> None:
+    for factor, expected in ((0.995 / MARGIN, FIRST), (1.005 / MARGIN, FETCH)):
+        world = World(times(1, factor, 1.1, 1.1))
+        world.decode(400)
+        assert world.now == expected
+
+
+def test_where_fetching_is_best_finding_out_costs_little() -> None:
+    """The full link: 2 % of 1,000 tokens."""
+    for slow in (1.2, 1.39, 1.5, 2.0, 3.0):
+        world = World(times(1, *[slow] * 3))
+        alone = World(times(1, *[1.0] * 3), Choice(FETCH, {}))
+        assert world.decode(1000) <= (1.02 if slow >= 1.5 else 1.03) * alone.decode(1000)
+        assert world.now == FETCH
+    world = World(times(1, 1.6, 0.1, 0.1))
+    world.decode(400)
+    assert world.now == FETCH  # the first stands for all
+    assert len(world.kept[0].figures) == 2
+
+
+def test_a_way_that_is_too_slow_leaves_early() -> None:
+    world = World(times(4, 1, 3, 1.05))
+    world.decode(400)
+    assert world.now == FIRST
+    assert 0 < world.used.count(label(WAYS[2])) < TURN
+    assert world.used[: 2 * WARM + TURN] == ["fetch"] * (2 * WARM + TURN)
+
+
+def test_a_cold_cache_is_waited_for() -> None:
+    for reached, warm in ((0.3, 5 * WARM), (2.0, WARM_MOST)):
+        world = World(times(1, *[2.0] * 3))
+        for i in range(20):
+            world.hit_rate = min(reached, 0.1 * i)
+            world.decode(WARM)
+        assert world.used.index(label(FIRST)) == warm + TURN
+
+
+@pytest.mark.parametrize(("change", "again"), [({"speed": 1.5}, True), ({"hits": 0.5}, True), ({"speed": 1.1, "hits": 0.65}, False)])
+def test_a_lasting_shift_is_measured_again(change: dict[str, float], again: bool) -> None:
+    world = World(times(1, *[2] * 3), Choice(FETCH, {"fetch": 1.0}))
+    world.decode(3 * WINDOW)
+    world.times = {name: time * change.get("speed", 1) for name, time in world.times.items()}
+    world.hit_rate = change.get("hits", world.hit_rate)
+    world.decode((LASTING - 1) * WINDOW)
+    assert not world.tuner.take_notes()
+    world.decode(WINDOW + 400)
+    assert any("measured again" in note for note in world.tuner.take_notes()) == again
+    assert (label(FIRST) in world.used) == again
+
+
+def test_a_passing_shift_is_not() -> None:
+    world = World(times(1, *[2] * 3), Choice(FETCH, {"fetch": 1.0}))
+    world.decode(2 * WINDOW)
+    for _ in range(5):
+        world.hit_rate = 0.2
+        world.decode((LASTING - 1) * WINDOW)
+        world.hit_rate = 0.7
+        world.decode(WINDOW)
+    assert set(world.used) == {"fetch"}
+
+
+def test_a_model_whose_misses_the_cpu_cannot_compute() -> None:
+    world = World(times(1, *[0.1] * 3))
+    world.able = False
+    world.decode(100)
+    assert world.now == FETCH
+    assert world.used.count(label(FIRST)) == 1
+    assert world.tuner.take_notes() == ["misses: fetched, as the CPU cannot compute those of this model"]
+    assert not world.kept
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_choice_is_remembered_by_situation(tmp_path: Path) -> None:
+    path, choice = tmp_path / "deep" / "miss.json", Choice(WAYS[-1], {"fetch": 29.3, "split": 69.1})
+    assert recall(path, "here") == (None, None)
+    assert remember(path, "here", choice) is None
+    assert remember(path, "there", Choice(FETCH, {})) is None
+    assert recall(path, "here") == (choice, None)
+    assert recall(path, "there") == (Choice(FETCH, {}), None)
+    assert recall(path, "elsewhere") == (None, None)
+    assert [file.name for file in path.parent.iterdir()] == ["miss.json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[1]", '{"version": 1}', '{"version": 0, "choices": {}}', '{"version": 1, "choices": {"here": 7}}', "\0\1",
+     '{"version": 1, "choices": {"here": {"miss": {"mode": "guess"}, "figures": {}}}}',
+     '{"version": 1, "choices": {"here": {"miss": {"mode": "cpu", "odd": 1}, "figures": {}}}}',
+     '{"version": 1, "choices": {"here": {"miss": {"mode": "cpu"}, "figures": {"a": "x"}}}}'],
+)  # fmt: skip
+def test_what_cannot_be_used_is_one_line(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "miss.json"
+    path.write_text(content)
+    choice, line = recall(path, "here")
+    assert choice is None
+    assert line is not None
+    assert "\n" not in line
+    assert line.startswith(f"misses: what was remembered in {path} is not used: ")
+    assert remember(path, "here", Choice(FETCH, {})) is None  # and is replaced
+    assert recall(path, "here") == (Choice(FETCH, {}), None)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    line = remember(tmp_path / "file" / "miss.json", "here", Choice(FETCH, {}))
+    assert line is not None
+    assert "cannot be remembered" in line
+
+
+# ---- a real model ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_tuned_while_it_writes(model_file: ModelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU every way gives the same text, so the choice, which is the clock's, does not matter."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path, greedy = model_file("gpt-oss", layers=2), Sampling(temp=0)
+    text = []
+    for miss in ("fetch", "auto", "auto"):
+        with load(path, expert_cache="40%", device="CPU", n_threads=THREADS, miss=miss, miss_threads=None if miss == "fetch" else 1) as model:
+            text.append("".join(model.generate("Once upon a time", max_tokens=450, sampling=greedy)))
+            notes, lines, pager = model.take_notes(), model.lines(), model.stats().pager
+            model.check_integrity()
+            assert pager is not None
+            if miss == "fetch":
+                assert (notes, pager.decode.cpu_rows) == ([], 0)
+            elif len(text) == 2:
+                (note,) = notes
+                assert "is fastest here; tok/s: " in note
+                assert pager.decode.cpu_rows > 0
+                assert any("auto: " in line for line in lines)
+                assert len(json.loads((tmp_path / "tinyserve-gguf" / "miss.json").read_text())["choices"]) == 1
+            else:
+                assert not [note for note in notes if "measured again" not in note and "is fastest here" not in note]
+    assert text[0] == text[1] == text[2]
+    with load(path, expert_cache="40%", device="CPU", miss="auto") as model:  # default threads: perhaps another situation
+        assert any("auto: " in line for line in model.lines())
+    with load(path, expert_cache="all", device="CPU", miss="auto") as model:
+        assert "misses: none, every expert is resident" in model.lines()
+
+
+def test_bench_starts_without_memory_and_says_what_was_chosen(model_file: ModelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    where = ("-p", "0", "-n", "16", "-r", "1", "--warmup", "400", "--device", "CPU", "-t", "1", "--expert-cache", "25%", "--json")
+    done = cli("bench", model_file("mixtral"), "--miss", "auto", *where, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert any("is fastest here; tok/s: " in note for note in report["notes"])
+    assert "; auto: " in report["rows"][0]["miss"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_auto_takes_no_rate(model_file: ModelFile) -> None:
+    with pytest.raises(OptionError, match="leave --miss-admit out"):
+        load(model_file("mixtral"), device="CPU", miss="auto", miss_admit=4)
+
+
+def test_ways_differ_by_label() -> None:
+    assert len(set(map(label, WAYS))) == len(WAYS)
+    assert Miss() == FETCH

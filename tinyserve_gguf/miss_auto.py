@@ -1,0 +1,201 @@
+"""`--miss auto`: finds out, while real tokens are decoded, what is fastest for the misses of this model on this machine. Pure: it has no clock.
+
+The candidates take turns. Each turn begins with tokens that are not counted, while experts and kernels settle. Who is clearly slower than the best
+so far leaves after a few tokens, and of the ways that use the CPU the first stands for all: where it is clearly too slow the others are not tried.
+Whoever is left takes a second turn, which decides. Fetching gives the bits of llama.cpp, so another way must be faster by a margin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from tinyserve_gguf._shim import Miss
+
+WARM = 16  # tokens: the first turn waits until the hit rate rises by less than STEADY from one such stretch to the next,
+STEADY = 0.02
+WARM_MOST = 128  # but no longer. In a cold cache everything is slow, and the difference does not show
+TURN = 24  # tokens of one turn,
+SETTLE = 6  # of which the first do not count
+EARLY = 4  # counted tokens after which a turn may end
+TOO_SLOW = 1.25  # times the best so far: leaves early,
+HOPELESS = 1.4  # and if the first way that uses the CPU takes so many times as long, the others are not tried
+CLOSE = 1.1  # times the best: takes a second turn
+MARGIN = 1.03  # that another way must be faster than fetching
+WINDOW = 64  # tokens over which the choice is watched
+SHIFTED_TIME = 1.3  # a window is another world if its tokens take so many times longer or shorter,
+SHIFTED_RATE = 0.1  # or if its hit rate differs by this
+LASTING = 4  # windows
+
+
+def label(miss: Miss) -> str:
+    """The way in a few words."""
+    if miss.mode == "fetch":
+        return "fetch"
+    return f"{miss.mode}, 1 in {miss.every} enters the cache" if miss.every else f"{miss.mode}, none enters the cache"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen. `figures`: tokens per second of every candidate that was tried, by label; of those that left early as far as they came."""
+
+    miss: Miss
+    figures: dict[str, float]
+
+    def line(self) -> str:
+        tried = ", ".join(f"{rate:.1f} ({name})" for name, rate in self.figures.items())
+        return f"{label(self.miss)} is fastest here; tok/s: {tried}"
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One candidate's."""
+
+    miss: Miss
+    times: list[float] = field(default_factory=list)  # seconds of all its tokens
+
+    @property
+    def counted(self) -> list[float]:
+        return self.times[SETTLE:]
+
+
+class Tuner:
+    """Hears of every decoded token, and switches.
+
+    `switch` puts a way to work. `able` is False once it is known that the CPU cannot compute the misses of this model. `counts` gives hits and
+    lookups of decode so far. `candidates` begin with fetching. With `remembered`, nothing is tried until speed or hit rate has shifted.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Miss],
+        *,
+        switch: Callable[[Miss], None],
+        able: Callable[[], bool],
+        counts: Callable[[], tuple[int, int]],
+        chosen: Callable[[Choice], None],
+        remembered: Choice | None = None,
+    ) -> None:
+        self._candidates = tuple(candidates)
+        self._switch, self._able, self._counts, self._chosen = switch, able, counts, chosen
+        self.choice = remembered
+        self.ended = False  # there is nothing to choose
+        self._notes: list[str] = []
+        self._forget()
+        if remembered:
+            switch(remembered.miss)
+        else:
+            self._begin(cold=True)
+
+    def step(self, seconds: float) -> None:
+        """One token was decoded in so many seconds."""
+        if self.ended:
+            return
+        if self.choice:
+            self._watch(seconds)
+        elif self._warming:
+            self._warm_up()
+        else:
+            self._try(seconds)
+
+    def take_notes(self) -> list[str]:
+        """Lines for people since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    # ---- trying ----
+
+    def _begin(self, *, cold: bool) -> None:
+        self.choice = None
+        self._warming, self._warmed, self._before, self._rate = cold, 0, self._counts(), -1.0
+        self._round = 1
+        self._results: dict[str, float] = {}  # label -> median seconds a token, of its latest turn
+        self._queue = list(self._candidates)
+        self._next()
+
+    def _hit_rate(self) -> float:
+        """Since the last call."""
+        (hits, lookups), (hits_before, lookups_before) = self._counts(), self._before
+        self._before = (hits, lookups)
+        return (hits - hits_before) / (lookups - lookups_before) if lookups > lookups_before else 0.0
+
+    def _warm_up(self) -> None:
+        self._warmed += 1
+        if self._warmed % WARM == 0:
+            rate, before = self._hit_rate(), self._rate
+            self._rate = rate
+            self._warming = self._warmed < WARM_MOST and (before < 0 or rate - before >= STEADY)
+
+    def _next(self) -> None:
+        self._turn = _Turn(self._queue.pop(0))
+        self._switch(self._turn.miss)
+
+    def _try(self, seconds: float) -> None:
+        turn = self._turn
+        turn.times.append(seconds)
+        if turn.miss.mode != "fetch" and not self._able():
+            self._give_up()
+            return
+        enough = len(turn.times) == TURN
+        others = [time for name, time in self._results.items() if name != label(turn.miss)]
+        slow = len(turn.counted) >= EARLY and bool(others) and median(turn.counted) > TOO_SLOW * min(others)
+        if not enough and not slow:
+            return
+        self._results[label(turn.miss)] = median(turn.counted)
+        if turn.miss == self._candidates[1] and median(turn.counted) > HOPELESS * min(others):
+            self._queue.clear()
+        if self._queue:
+            self._next()
+        elif self._round == 1 and len(again := self._close()) > 1:
+            self._round, self._queue = 2, again
+            self._next()
+        else:
+            self._decide()
+
+    def _give_up(self) -> None:
+        self.ended = True
+        self._switch(self._candidates[0])
+        self._notes.append("misses: fetched, as the CPU cannot compute those of this model")
+
+    def _close(self) -> list[Miss]:
+        """Those worth a second turn, in reverse: what the cache learns meanwhile shall not favour the same ones twice."""
+        best = min(self._results.values())
+        return [miss for miss in reversed(self._candidates) if self._results.get(label(miss), best * 2 * CLOSE) <= CLOSE * best]
+
+    def _decide(self) -> None:
+        tried = [miss for miss in self._candidates if label(miss) in self._results]
+        best = min(tried, key=lambda miss: self._results[label(miss)] * (1 if miss.mode == "fetch" else MARGIN))
+        self.choice = Choice(best, {label(miss): 1 / self._results[label(miss)] for miss in tried})
+        self._switch(best)
+        self._forget()
+        self._notes.append(f"misses: {self.choice.line()}")
+        self._chosen(self.choice)
+
+    # ---- watching ----
+
+    def _forget(self) -> None:
+        self._reference: tuple[float, float] | None = None  # seconds a token and hit rate of the first window
+        self._window: list[float] = []
+        self._shifted = 0
+        self._before = self._counts()
+
+    def _watch(self, seconds: float) -> None:
+        self._window.append(seconds)
+        if len(self._window) < WINDOW:
+            return
+        if self.choice and self.choice.miss.mode != "fetch" and not self._able():
+            self._give_up()
+            return
+        seen = median(self._window), self._hit_rate()
+        self._window = []
+        if self._reference is None:
+            self._reference = seen
+            return
+        ratio = seen[0] / self._reference[0]
+        shifted = not 1 / SHIFTED_TIME < ratio < SHIFTED_TIME or abs(seen[1] - self._reference[1]) > SHIFTED_RATE
+        self._shifted = self._shifted + 1 if shifted else 0
+        if self._shifted == LASTING:
+            was, is_now = (f"{1 / time:.1f} tok/s at {hit:.0%} hits" for time, hit in (self._reference, seen))
+            self._notes.append(f"misses: what is fastest is measured again, as {was} became {is_now}")
+            self._begin(cold=False)

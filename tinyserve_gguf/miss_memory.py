@@ -1,0 +1,80 @@
+"""What `--miss auto` found out, in a small file of the user's cache directory: per machine, model file and settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tinyserve_gguf._shim import MISS_MODES, Miss
+from tinyserve_gguf.miss_auto import Choice
+
+VERSION = 1  # raise it when the contents change their meaning
+
+
+def memory_path() -> Path:
+    """Under XDG_CACHE_HOME, else ~/.cache."""
+    configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    cache = configured if configured.is_absolute() else Path.home() / ".cache"
+    return cache / "tinyserve-gguf" / "miss.json"
+
+
+def situation(*, model: Path, model_bytes: int, device: str, slots: int, threads: int, engine: str, link_gbps: float | None) -> str:
+    """What a choice holds for. Another cache size, another link or another file is another question."""
+    link = f"{link_gbps:g} GB/s" if link_gbps else "full link"
+    return " | ".join(
+        (platform.node(), device, f"{os.cpu_count()} cores", model.name, str(model_bytes), f"{slots} slots", f"{threads} threads", engine, link)
+    )
+
+
+def recall(path: Path, key: str) -> tuple[Choice | None, str | None]:
+    """What is remembered of a situation, and a line about a file that cannot be used."""
+    try:
+        choices = _read(path)
+        found = choices.get(key)
+        return (None if found is None else _choice(found)), None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return None, f"misses: what was remembered in {path} is not used: {error or type(error).__name__}"
+
+
+def remember(path: Path, key: str, choice: Choice) -> str | None:
+    """Keep a choice; what the file holds of other situations stays. A line, if it cannot be written."""
+    try:
+        choices = _read(path)
+    except (OSError, ValueError):
+        choices = {}  # unusable, which `recall` has said
+    choices[key] = {"miss": asdict(choice.miss), "figures": choice.figures}
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps({"version": VERSION, "choices": choices}, indent=2) + "\n", "utf-8")
+        part.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        return f"misses: the choice cannot be remembered in {path}: {error.strerror}"
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The choices of the file; none if there is no file. ValueError if it is damaged or of another version."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    if not isinstance(content, dict) or not isinstance(content.get("choices"), dict):
+        raise ValueError("it does not hold choices")
+    if content.get("version") != VERSION:
+        raise ValueError(f"it is of version {content.get('version')}, not {VERSION}")
+    return dict(content["choices"])
+
+
+def _choice(found: dict[str, Any]) -> Choice:
+    miss = Miss(**found["miss"])
+    if miss.mode not in MISS_MODES:
+        raise ValueError(f"there is no way {miss.mode!r}")
+    return Choice(miss, {str(name): float(rate) for name, rate in found["figures"].items()})
