@@ -16,10 +16,11 @@ from click.testing import CliRunner, Result
 from processes import error_line
 from reshaped import dense
 
-from tinyserve_gguf import CapacityError, bench, load, model, read_facts
+from tinyserve_gguf import CapacityError, bench, load, placement, read_facts
 from tinyserve_gguf._shim import Device
-from tinyserve_gguf.bench import Bench, BenchOptions
+from tinyserve_gguf.bench import Bench
 from tinyserve_gguf.bench_baseline import full_bytes, resident_bytes
+from tinyserve_gguf.bench_options import BenchOptions
 from tinyserve_gguf.bench_table import COLUMNS, Report, Row, as_csv, as_json, as_markdown
 from tinyserve_gguf.cli import bench as command
 from tinyserve_gguf.cli import main
@@ -53,8 +54,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Makes the CPU pass for a GPU with so much free memory."""
 
     def pretend(free: int) -> None:
-        pick = model.pick_device
-        for module in (bench, model):
+        pick = placement.pick_device
+        for module in (bench, placement):
             monkeypatch.setattr(module, "pick_device", lambda name: replace(pick(name), is_cpu=False, memory_free=free))
 
     return pretend

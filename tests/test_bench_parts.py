@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from tinyserve_gguf import OptionError, load, model, read_facts
+from tinyserve_gguf import OptionError, load, placement, read_facts
 from tinyserve_gguf._llama import ContextOptions, NativeContext
 from tinyserve_gguf._shim import Counts, Device
-from tinyserve_gguf.bench import BenchOptions
 from tinyserve_gguf.bench_baseline import all_on_cpu, cpu_pattern, open_stock, resident_bytes, tightest_split
 from tinyserve_gguf.bench_measure import Case, Measured, Subject, TokenSource, measure, percentile, total
 from tinyserve_gguf.bench_needle import Needle, filler, hide, look
+from tinyserve_gguf.bench_options import BenchOptions
 from tinyserve_gguf.bench_table import Report, Row, as_markdown, bounds, guard_lines, measured_row, table, with_bounds
 from tinyserve_gguf.sequence import TokenSequence
 from tinyserve_gguf.window import WindowCounts
@@ -138,7 +138,7 @@ def test_cpu_pattern() -> None:
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_split_computes_the_same(model_file: ModelFile, k: int) -> None:
     facts = read_facts(model_file("gpt-oss"))
-    gpu = replace(model.pick_device("CPU"), is_cpu=False)
+    gpu = replace(placement.pick_device("CPU"), is_cpu=False)
 
     def logits(device: Device) -> bytes:
         native = open_stock(facts, device, k, lambda _fraction: True)

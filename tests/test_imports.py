@@ -15,7 +15,7 @@ MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(
 
 # A module may import those of its own line and of the lines above it. `cli` stands for everything in that folder.
 LAYERS = (
-    ("errors", "choices"),
+    ("errors", "choices", "progress"),
     ("sampling", "window", "attention"),
     ("kv",),
     ("_llama", "_ggufio", "demo", "outfile"),
@@ -23,12 +23,14 @@ LAYERS = (
     ("plan",),
     ("_shim",),
     ("experts", "miss", "miss_auto", "stats", "context"),
+    ("placement",),
     ("miss_memory",),
     ("miss_tuning",),
     ("session",),
     ("model",),
     ("chat", "bench_baseline", "bench_measure", "bench_needle"),
     ("bench_table", "bench_profile"),
+    ("bench_options",),
     ("bench", "bench_plot"),
     ("cli",),
     ("__main__",),

@@ -8,87 +8,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
-from typing import Protocol
 
 from tinyserve_gguf import bench_profile
 from tinyserve_gguf._llama import ContextOptions, NativeContext, NativeModel, ggml_version
 from tinyserve_gguf._shim import PagerStats
 from tinyserve_gguf.bench_baseline import all_on_cpu, full_bytes, label, open_stock, resident_bytes, tightest_split
-from tinyserve_gguf.bench_measure import Case, Subject, TokenSource, measure
-from tinyserve_gguf.bench_needle import REPLY_TOKENS, Needle, hide, look
+from tinyserve_gguf.bench_measure import Subject, TokenSource, measure
+from tinyserve_gguf.bench_needle import Needle, hide, look
+from tinyserve_gguf.bench_options import BenchOptions, Run, Watch
 from tinyserve_gguf.bench_table import Report, Row, guard_lines, measured_row, with_bounds
 from tinyserve_gguf.context import ContextSpec, plan_context
 from tinyserve_gguf.errors import CapacityError, ModelFileError, OptionError, TinyserveError
 from tinyserve_gguf.facts import read_facts
 from tinyserve_gguf.miss import MissOptions
-from tinyserve_gguf.model import Model, default_threads, load, pick_device, plan_for
+from tinyserve_gguf.model import Model, load
+from tinyserve_gguf.placement import default_threads, pick_device, plan_for
 from tinyserve_gguf.plan import GIB, DeviceFacts, pick_ubatch
 from tinyserve_gguf.sequence import TokenSequence
 from tinyserve_gguf.window import Rolling, Window, WindowCounts
-
-
-@dataclass(frozen=True, slots=True)
-class BenchOptions:
-    """What to measure. Tokens, unless said otherwise."""
-
-    path: str
-    prompts: tuple[int, ...] = (512,)  # pp tests
-    replies: tuple[int, ...] = (128,)  # tg tests
-    depths: tuple[int, ...] = (0,)
-    expert_caches: tuple[str, ...] = ("auto",)
-    policies: tuple[str, ...] = ("lfru",)
-    misses: tuple[str, ...] = ("fetch",)
-    miss_admits: tuple[int, ...] = ()  # rates of admission to compare where the CPU computes misses
-    miss_threads: int | None = None
-    windows: tuple[int, ...] = (0,)  # 0 = a context that holds everything
-    device: str = "auto"
-    engine: str = "auto"
-    n_ubatch: int | None = None
-    n_threads: int | None = None
-    repeat: int = 3
-    warmup: int = 200  # decoded before a tg test
-    seed: int = 0
-    text: str | None = None  # what the model reads; None = random tokens
-    text_name: str = ""
-    baseline: bool = False
-    link_gbps: float | None = None  # throttle the link to this
-    needle: int = 0  # length of that prompt; 0 = no such test
-    profile: bool = False  # times of every layer behind every tg test
-
-    @property
-    def cases(self) -> list[Case]:
-        tests = [("pp", n) for n in self.prompts] + [("tg", n) for n in self.replies]
-        return [Case(kind, n, depth) for depth in self.depths for kind, n in tests]
-
-    @property
-    def n_ctx(self) -> int:
-        """Context that the longest test needs."""
-        extra = bench_profile.tokens if self.profile else lambda _case: 0
-        return max([case.n_ctx(self.repeat, self.warmup) + extra(case) for case in self.cases] + [self.needle + REPLY_TOKENS if self.needle else 0])
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One paged model to load."""
-
-    expert_cache: str
-    policy: str
-    misses: MissOptions
-    link_gbps: float | None
-    paged: bool  # some experts have no slot
-    window: int | None
-
-
-class Watch(Protocol):
-    """Who looks on. Both are called outside the timed stretches."""
-
-    def show(self, text: str, done: float) -> None:
-        """What happens next, and how much is done, 0..1."""
-
-    def stopped(self) -> bool:
-        """Whether the user wants to end."""
 
 
 class Bench:
@@ -137,9 +76,9 @@ class Bench:
             raise OptionError("--miss-threads is for --miss cpu, split or auto: with fetch the CPU computes no expert")
         return found
 
-    def _plan_runs(self) -> list[_Run]:
+    def _plan_runs(self) -> list[Run]:
         """Expert caches with their policies. Where all experts are resident one policy is enough, as it decides nothing, and the link is idle."""
-        options, runs = self.options, list[_Run]()
+        options, runs = self.options, list[Run]()
         pairs = [(cache, window or None) for cache in dict.fromkeys(options.expert_caches) for window in dict.fromkeys(options.windows)]
         for cache, window in pairs:
             context = self._context(window)
@@ -153,7 +92,7 @@ class Bench:
             policies = list(dict.fromkeys(options.policies))[: 1 if resident else None]
             misses = self._misses[: 1 if resident else None]
             link = None if resident else options.link_gbps
-            runs += [_Run(cache, policy, miss, link, not resident, window) for policy in policies for miss in misses]
+            runs += [Run(cache, policy, miss, link, not resident, window) for policy in policies for miss in misses]
         if options.profile and runs and not any(run.paged for run in runs):
             raise OptionError("--profile has nothing to tell apart, all experts are on the device: give a smaller --expert-cache")
         if options.link_gbps and runs and not any(run.link_gbps for run in runs):
@@ -203,7 +142,7 @@ class Bench:
 
     # ---- paged ----
 
-    def _run_paged(self, run: _Run) -> None:
+    def _run_paged(self, run: Run) -> None:
         options, name = self.options, f"expert cache {run.expert_cache}"
         base = Row(
             run=name,

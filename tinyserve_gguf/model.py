@@ -14,10 +14,12 @@ from tinyserve_gguf.choices import ENGINES, POLICIES
 from tinyserve_gguf.context import ContextPlan, ContextSpec, confirm, plan_context
 from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, OptionError
 from tinyserve_gguf.experts import Experts
-from tinyserve_gguf.facts import ExpertLayer, ModelFacts, PartFacts, TensorFacts, read_facts
+from tinyserve_gguf.facts import ExpertLayer, PartFacts, TensorFacts, read_facts
 from tinyserve_gguf.miss import MissOptions
 from tinyserve_gguf.miss_tuning import Tuning
-from tinyserve_gguf.plan import CacheSpec, DeviceFacts, Plan, make_plan
+from tinyserve_gguf.placement import default_threads, plan_for
+from tinyserve_gguf.plan import Plan
+from tinyserve_gguf.progress import LoadProgress
 from tinyserve_gguf.sampling import Sampling
 from tinyserve_gguf.session import Session
 from tinyserve_gguf.stats import LayerTime, Stats
@@ -26,42 +28,9 @@ from tinyserve_gguf.window import WindowCounts
 EXPERT_PATTERN = r"\.ffn_(gate|up|down|gate_up)_(ch)?exps\.weight"  # everything else, biases and scales too, stays where llama.cpp puts it
 
 
-def default_threads() -> int:
-    """One thread per usable core; on larger machines half of them, because two hardware threads of a core share its units."""
-    cores = len(os.sched_getaffinity(0))
-    return cores if cores <= 8 else cores // 2
-
-
 def _check_choice(what: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise OptionError(f"the {what} is one of {', '.join(choices)}, not {value!r}")
-
-
-def pick_device(name: str) -> Device:
-    """The ggml device called `name`; "auto" is the GPU with the most free memory, or the CPU."""
-    found = _shim.devices()
-    if name == "auto":
-        gpus = [device for device in found if not device.is_cpu]
-        return max(gpus, key=lambda device: device.memory_free) if gpus else next(device for device in found if device.is_cpu)
-    for device in found:
-        if device.name.lower() == name.lower():
-            return device
-    raise OptionError(f"there is no device {name!r} here; there is: {', '.join(device.name for device in found)}, or auto")
-
-
-def plan_for(
-    facts: ModelFacts, *, expert_cache: str = "auto", device: str = "auto", context: ContextSpec = ContextSpec(), n_ubatch: int | None = None
-) -> tuple[Plan, Device]:
-    """What `load` would decide with these options, and the device it is for. Loads nothing."""
-    spec = CacheSpec.parse(expert_cache)
-    chosen = pick_device(device)
-    for layer in facts.expert_layers:
-        for part in layer.parts:
-            w = part.weight
-            if not chosen.multiplies(w.type_id, w.ne(0), w.ne(1), layer.n_expert, layer.n_used):
-                raise ModelFileError(f"{facts.path}: {chosen.name} has no kernels for {w.name} of type {w.type}; use --device CPU")
-    facts_of_device = DeviceFacts(chosen.name, chosen.memory_free, chosen.is_cpu)
-    return make_plan(facts, spec, facts_of_device, n_ctx=context.length(facts), n_ubatch=n_ubatch, kv=context.kv), chosen
 
 
 def load(
@@ -129,26 +98,6 @@ def load(
     return Model(plan, chosen, policy, spec, context, engine=engine, link_gbps=link_gbps, misses=misses, progress=progress)
 
 
-class _Progress:
-    """The caller's progress callback over several parts of a load."""
-
-    def __init__(self, progress: Callable[[float], bool] | None) -> None:
-        self._progress = progress
-        self.stopped = False
-
-    def part(self, low: float, high: float) -> Callable[[float], bool] | None:
-        """A callback for the part from `low` to `high` of the whole, whose own fraction goes from 0 to 1."""
-        progress = self._progress
-        if progress is None:
-            return None
-
-        def heard(fraction: float) -> bool:
-            self.stopped = not progress(low + (high - low) * fraction)
-            return not self.stopped
-
-        return heard
-
-
 class Model:
     """An open model. Use it as a context manager, or call `close()`."""
 
@@ -187,7 +136,7 @@ class Model:
     def _open(self, engine: str, link_gbps: float | None, misses: MissOptions, progress: Callable[[float], bool] | None) -> None:
         layers: dict[tuple[int, str], tuple[int, ExpertLayer]] = {}
         offload: Offload | None = None if self._device.is_cpu else Offload(self._device.handle)
-        stage = _Progress(progress)
+        stage = LoadProgress(progress)
         if self.facts.is_moe:
             self._pager = Pager(self._device, self.policy, engine)
             for shard in self.facts.shards:

@@ -140,7 +140,8 @@ def bench(model: str, style: str, output: Path | None, plot: Path | None, prompt
     allow, with copies and compute in turn (serial) and at the same time (overlapped).
     """
     from tinyserve_gguf import bench_table
-    from tinyserve_gguf.bench import Bench, BenchOptions
+    from tinyserve_gguf.bench import Bench
+    from tinyserve_gguf.bench_options import BenchOptions
     from tinyserve_gguf.bench_plot import as_png, check_plot
 
     if options["profile"] and style == "csv":

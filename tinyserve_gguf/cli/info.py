@@ -58,7 +58,7 @@ def placement_lines(facts: ModelFacts) -> list[str]:
 
 def plan_lines(facts: ModelFacts) -> list[str]:
     """What `chat` would decide on this machine with its default options, or why it would refuse."""
-    from tinyserve_gguf.model import plan_for  # loads the native library
+    from tinyserve_gguf.placement import plan_for  # loads the native library
 
     try:
         plan, _ = plan_for(facts)

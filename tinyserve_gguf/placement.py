@@ -1,0 +1,45 @@
+"""Where a model would run: the device, the threads, and the plan that fits there."""
+
+from __future__ import annotations
+
+import os
+
+from tinyserve_gguf import _shim
+from tinyserve_gguf._shim import Device
+from tinyserve_gguf.context import ContextSpec
+from tinyserve_gguf.errors import ModelFileError, OptionError
+from tinyserve_gguf.facts import ModelFacts
+from tinyserve_gguf.plan import CacheSpec, DeviceFacts, Plan, make_plan
+
+
+def default_threads() -> int:
+    """One thread per usable core; on larger machines half of them, because two hardware threads of a core share its units."""
+    cores = len(os.sched_getaffinity(0))
+    return cores if cores <= 8 else cores // 2
+
+
+def pick_device(name: str) -> Device:
+    """The ggml device called `name`; "auto" is the GPU with the most free memory, or the CPU."""
+    found = _shim.devices()
+    if name == "auto":
+        gpus = [device for device in found if not device.is_cpu]
+        return max(gpus, key=lambda device: device.memory_free) if gpus else next(device for device in found if device.is_cpu)
+    for device in found:
+        if device.name.lower() == name.lower():
+            return device
+    raise OptionError(f"there is no device {name!r} here; there is: {', '.join(device.name for device in found)}, or auto")
+
+
+def plan_for(
+    facts: ModelFacts, *, expert_cache: str = "auto", device: str = "auto", context: ContextSpec = ContextSpec(), n_ubatch: int | None = None
+) -> tuple[Plan, Device]:
+    """What `load` would decide with these options, and the device it is for. Loads nothing."""
+    spec = CacheSpec.parse(expert_cache)
+    chosen = pick_device(device)
+    for layer in facts.expert_layers:
+        for part in layer.parts:
+            w = part.weight
+            if not chosen.multiplies(w.type_id, w.ne(0), w.ne(1), layer.n_expert, layer.n_used):
+                raise ModelFileError(f"{facts.path}: {chosen.name} has no kernels for {w.name} of type {w.type}; use --device CPU")
+    facts_of_device = DeviceFacts(chosen.name, chosen.memory_free, chosen.is_cpu)
+    return make_plan(facts, spec, facts_of_device, n_ctx=context.length(facts), n_ubatch=n_ubatch, kv=context.kv), chosen
