@@ -91,6 +91,20 @@ def test_prompt_that_does_not_fit(demo_model: Path, tmp_path: Path) -> None:
     )
 
 
+def test_reply_longer_than_the_window(demo_model: Path, tmp_path: Path) -> None:
+    """Goes on to -n, says how the window is kept, and counts what left."""
+    options = ("-n", "100", "--window", "64", "--sinks", "8", "--kv-type", "q8_0", "--stats-json", "s.json")
+    out, err = ask(demo_model, tmp_path, *options, "-p", COUNT)
+    assert "window: 64 tokens, 8 sinks; the oldest 14 after them leave at once, positions of the rest move down\n" in err
+    assert "KV cache: q8_0 keys and values; flash attention on: q8_0 values need it\n" in err
+    written = json.loads((tmp_path / "s.json").read_text())
+    (turn,) = written["turns"]
+    assert (turn["finish"], turn["reply_tokens"]) == ("length", 100)
+    assert turn["prompt_tokens"] + 99 - turn["evicted_tokens"] in range(64 - 14, 65)
+    assert written["stats"]["window"] == {"shifts": turn["shifts"], "evicted_tokens": 14 * turn["shifts"], "rereads": 0}
+    assert len(out) > 100
+
+
 def test_unwritable_stats(demo_model: Path, tmp_path: Path) -> None:
     assert "cannot write none/s.json (--stats-json): No such file or directory" in refused(
         cli("chat", demo_model, "-p", QUESTION, "--stats-json", "none/s.json", cwd=tmp_path)

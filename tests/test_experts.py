@@ -164,7 +164,7 @@ def test_dense_has_no_experts(model_file: ModelFile, tmp_path: Path) -> None:
         assert not model.is_paged
         with pytest.raises(OptionError, match="is dense"):
             model.experts  # noqa: B018
-        assert model.stats().as_dict() == {"device": "CPU", "paged": False}
+        assert model.stats().as_dict() == {"device": "CPU", "paged": False, "window": None}
         assert "nothing is paged" in model.stats().lines()[0]
         model.set_policy("lru")
         model.reset_stats()
