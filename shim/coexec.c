@@ -38,7 +38,10 @@ static const struct tsg_weight * find_unquantized(const struct tsg_pager * pager
 
 void tsg_coexec_describe(struct tsg_pager * pager) {
     struct tsg_coexec * x = &pager->coexec;
-    char admission[128] = "no miss enters the pool";
+    char admission[128] = "no miss enters the pool", threads[32] = "";
+    if (x->cpu) {
+        snprintf(threads, sizeof(threads), "%d thread%s", x->cpu->n_threads, x->cpu->n_threads == 1 ? "" : "s");
+    }
     if (x->miss.every > 0) {
         snprintf(admission, sizeof(admission), "at most one in %d enters the pool", x->miss.every);
     }
@@ -49,13 +52,13 @@ void tsg_coexec_describe(struct tsg_pager * pager) {
     } else if (x->miss.mode == TSG_MISS_FETCH) {
         snprintf(x->text, sizeof(x->text), "fetched%s", x->cpu || pager->inner_is_cpu ? "" : "; --miss auto finds out whether the CPU would be faster");
     } else if (x->miss.mode == TSG_MISS_CPU) {
-        snprintf(x->text, sizeof(x->text), "computed by the CPU with %d threads, %s", x->cpu->n_threads, admission);
+        snprintf(x->text, sizeof(x->text), "computed by the CPU with %s, %s", threads, admission);
     } else if (x->miss.cpu_rate > 0) {
-        snprintf(x->text, sizeof(x->text), "split between the link (%.1f GB/s) and the CPU (%.1f GB/s, %d threads), %s", x->miss.link_rate / 1e9,
-                 x->miss.cpu_rate / 1e9, x->cpu->n_threads, admission);
+        snprintf(x->text, sizeof(x->text), "split between the link (%.1f GB/s) and the CPU (%.1f GB/s, %s), %s", x->miss.link_rate / 1e9,
+                 x->miss.cpu_rate / 1e9, threads, admission);
     } else {
-        snprintf(x->text, sizeof(x->text), "computed by the CPU with %d threads until its speed is known, then split with the link (%.1f GB/s)",
-                 x->cpu->n_threads, x->miss.link_rate / 1e9);
+        snprintf(x->text, sizeof(x->text), "computed by the CPU with %s until its speed is known, then split with the link (%.1f GB/s)", threads,
+                 x->miss.link_rate / 1e9);
     }
 }
 

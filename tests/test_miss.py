@@ -99,7 +99,7 @@ def test_what_is_said(model_file: ModelFile) -> None:
     with open_missing(path, "all", miss="cpu") as model:
         assert "misses: none, every expert is resident" in model.lines()
     with open_missing(path, miss="cpu", miss_admit=0) as model:
-        assert model.miss == "computed by the CPU with 1 threads, no miss enters the pool"
+        assert model.miss == "computed by the CPU with 1 thread, no miss enters the pool"
         paged(model, STEPS, (1,))
         assert any(line.startswith("misses computed by the CPU") for line in model.stats().lines())
         assert model.stats().as_dict()["decode"]["admitted"] == 0
@@ -117,6 +117,6 @@ def test_bench_compares_the_ways(model_file: ModelFile, tmp_path: Path) -> None:
     ]
     assert [row["cpu_rows_per_token"] > 0 for row in rows] == [False, True, True]
     assert rows[2]["admitted_per_token"] == rows[2]["mb_per_token"] == 0
-    assert rows[1]["miss"].startswith("computed by the CPU with 1 threads, at most one in 4")
+    assert rows[1]["miss"].startswith("computed by the CPU with 1 thread, at most one in 4")
     line = error_line(cli("bench", model_file("mixtral"), "--miss-admit", "4", *options, cwd=tmp_path))
     assert "with fetch the CPU computes no expert" in line

@@ -26,9 +26,8 @@ def memory_path() -> Path:
 def situation(*, model: Path, model_bytes: int, device: str, slots: int, threads: int, engine: str, link_gbps: float | None) -> str:
     """What a choice holds for. Another cache size, another link or another file is another question."""
     link = f"{link_gbps:g} GB/s" if link_gbps else "full link"
-    return " | ".join(
-        (platform.node(), device, f"{os.cpu_count()} cores", model.name, str(model_bytes), f"{slots} slots", f"{threads} threads", engine, link)
-    )
+    machine, file = (platform.node(), device, f"{os.cpu_count()} cores"), (model.name, f"{model_bytes} bytes")
+    return " | ".join((*machine, *file, f"{slots} slots", f"{threads} threads", f"engine {engine}", link))
 
 
 def recall(path: Path, key: str) -> tuple[Choice | None, str | None]:

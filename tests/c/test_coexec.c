@@ -428,16 +428,17 @@ static enum ggml_status at_once(ggml_backend_t backend, struct ggml_cgraph * gra
 }
 
 static void no_hand_over_is_lost(void) {
-    struct tsg_cpu * cpu = tsg_cpu_new(ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0), 1);
-    CHECK(cpu);
-    cpu->compute = at_once;
-    cpu->late_ms = 5000;
-    for (int i = 0; i < 100000; i++) {
-        cpu->spins = i / 1000 % 2;
-        tsg_cpu_start(cpu, NULL);
-        CHECK(tsg_cpu_wait(cpu));
+    for (int32_t n_threads = 1; n_threads <= GGML_MAX_N_THREADS; n_threads += GGML_MAX_N_THREADS - 1) {  // with a core to spin on, and without
+        struct tsg_cpu * cpu = tsg_cpu_new(ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0), n_threads);
+        CHECK(cpu && (n_threads == 1 || !cpu->spins));
+        cpu->compute = at_once;
+        cpu->late_ms = 5000;
+        for (int i = 0; i < 50000; i++) {
+            tsg_cpu_start(cpu, NULL);
+            CHECK(tsg_cpu_wait(cpu));
+        }
+        tsg_cpu_free(cpu);
     }
-    tsg_cpu_free(cpu);
 }
 
 static void sleep_ms(long ms) {
