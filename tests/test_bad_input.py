@@ -116,7 +116,7 @@ def test_what_llama_cpp_aborts_over(call: Callable[..., str], model_file: ModelF
     done = cli("chat", folder / "m.gguf", "-p", "hi", cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     *plan, last = done.stderr.splitlines()
-    assert len(plan) == 4  # plan, engine and host pool
+    assert len(plan) == 5  # plan, engine, host pool and misses
     assert last.startswith(f"error: {folder / 'm.gguf'}: llama.cpp gives up on it: GGML_ASSERT")
 
 
