@@ -163,12 +163,12 @@ def bench(model: str, style: str, output: Path | None, plot: Path | None, prompt
             if any(row.error is None for row in found.rows):
                 report = found.report()
                 text = as_text(report)
-                if picture:
-                    picture.write_bytes(as_png(report.rows, f"{report.model['name']} on {report.setup['device_description']}"))
                 if file:
                     file.write_text(text + "\n")
                 else:
                     click.echo(text)
+                if picture:  # last: what goes wrong there must not cost the figures
+                    picture.write_bytes(as_png(report.rows, f"{report.model['name']} on {report.setup['device_description']}"))
 
 
 def read_text(path: Path) -> str:
