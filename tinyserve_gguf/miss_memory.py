@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import platform
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tinyserve_gguf._shim import MISS_MODES, Miss
+from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.miss_auto import Choice
+from tinyserve_gguf.outfile import OutputFile
 
 VERSION = 1  # raise it when the contents change their meaning
 
@@ -47,15 +48,11 @@ def remember(path: Path, key: str, choice: Choice) -> str | None:
     except (OSError, ValueError):
         choices = {}  # unusable, which `recall` has said
     choices[key] = {"miss": asdict(choice.miss), "figures": choice.figures}
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps({"version": VERSION, "choices": choices}, indent=2) + "\n", "utf-8")
-        part.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            part.unlink()
-        return f"misses: the choice cannot be remembered in {path}: {error.strerror}"
+        OutputFile(path).write_text(json.dumps({"version": VERSION, "choices": choices}, indent=2) + "\n")
+    except (OSError, OptionError) as error:
+        return f"misses: the choice cannot be remembered: {error}"
     return None
 
 
