@@ -68,7 +68,7 @@ def load(
         kv_type: type of the keys in the KV cache: f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl or f32.
         kv_type_v: type of the values; by default that of the keys.
         flash_attn: "auto", "on" or "off".
-        n_ubatch: tokens computed at once in prefill; by default 512, on a GPU up to 2,048 as memory allows.
+        n_ubatch: tokens computed at once in prefill; by default 512, on a GPU up to 4,096 as memory allows.
         n_threads: threads of CPU computation; by default one per core.
         engine: "auto", "host" (the host reads the router's choice once a layer) or "device" (one CUDA graph a token; an error where that cannot be).
         link_gbps: slow the host-to-device link down to so many GB/s, for what-if runs on the device engine.

@@ -160,7 +160,7 @@ ubatch_option = click.option(
     "n_ubatch",
     type=click.IntRange(1, MAX_UBATCH),
     metavar="N",
-    help="Prompt tokens computed at once.  [default: 512; on a GPU up to 2048, as memory allows]",
+    help="Prompt tokens computed at once.  [default: 512; on a GPU up to 4096, as memory allows]",
 )
 threads_option = click.option(
     "-t", "--threads", "n_threads", type=click.IntRange(1, MAX_THREADS), metavar="N", help="CPU threads.  [default: chosen for this machine]"
