@@ -19,8 +19,8 @@ LAYERS = (
     ("sampling", "window", "attention"),
     ("kv",),
     ("_llama", "_ggufio", "demo", "outfile"),
-    ("facts", "channels", "sequence", "_ops"),
-    ("plan",),
+    ("facts", "channels", "sequence", "_ops", "_matmul", "_types"),
+    ("plan", "micro"),
     ("_shim",),
     ("experts", "miss", "miss_auto", "stats", "context"),
     ("placement",),
@@ -28,15 +28,16 @@ LAYERS = (
     ("miss_tuning",),
     ("session",),
     ("model",),
-    ("chat", "bench_baseline", "bench_measure", "bench_needle"),
+    ("chat", "bench_baseline", "bench_measure", "bench_needle", "verify_kernels", "verify_logits"),
     ("bench_table", "bench_profile"),
     ("bench_options",),
-    ("bench", "bench_plot"),
+    ("bench", "bench_plot", "verify"),
+    ("verify_report", "verify_types"),
     ("cli",),
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-CLI_LAYERS = (("interrupt", "lines", "options"), ("repl", "report"), ("bench", "chat", "demo", "info"), ("__init__",))
+CLI_LAYERS = (("interrupt", "lines", "options"), ("repl", "report"), ("bench", "chat", "demo", "info", "verify"), ("__init__",))
 CLI_RANK = {name: rank for rank, names in enumerate(CLI_LAYERS) for name in names}
 MAX_LINES = 420
 

@@ -22,7 +22,15 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 FOREIGN_FLAGS = {"-m", "--n-cpu-moe", "--no-binary", "--force-reinstall", "--no-cache-dir"}  # of python, llama.cpp and pip
 FOREIGN_PROGRAMS = {"git", "ollama", "python3", ".venv/bin/pip"}
-SCRIPTS = ("scripts/gpu-check", "scripts/gpu-kernels", "scripts/proxy-cost", "scripts/make_model.py", "scripts/test", "scripts/window-quality")
+SCRIPTS = (
+    "scripts/fuzz",
+    "scripts/gpu-check",
+    "scripts/gpu-kernels",
+    "scripts/proxy-cost",
+    "scripts/make_model.py",
+    "scripts/test",
+    "scripts/window-quality",
+)
 OPTION = re.compile(r"(?<![\w-])--?[a-zA-Z][\w-]*")
 
 FENCES = [(match[1] is not None, match[2], match[3]) for match in re.finditer(r"(<!-- runnable -->\n)?```(\w+)\n(.*?)```", README, re.DOTALL)]

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import llama_cpp.llama_cpp as C  # before numpy: the other order crashed in libstdc++ on one GPU machine
@@ -35,6 +36,16 @@ def library() -> ctypes.CDLL:
     second library with a second registry."""
     lib: ctypes.CDLL = C._lib
     return lib
+
+
+def bind(*prototypes: tuple[str, Any, list[Any]]) -> SimpleNamespace:
+    """Functions of the loaded libraries by name, each given as (name, result, arguments). Nobody else sees these prototypes."""
+    functions = SimpleNamespace()
+    for name, result, arguments in prototypes:
+        function = library()[name]  # a fresh object each time, unlike library().name
+        function.restype, function.argtypes = result, arguments
+        setattr(functions, name, function)
+    return functions
 
 
 # ---- log ------------------------------------------------------------------------------------------------------------------------------------
@@ -259,7 +270,8 @@ class ContextOptions:
 class NativeContext:
     """A llama_context with one sequence."""
 
-    def __init__(self, model: NativeModel, options: ContextOptions) -> None:
+    def __init__(self, model: NativeModel, options: ContextOptions, on_node: Callable[[int, bool], bool] | None = None) -> None:
+        """`on_node` hears of every node: (address of the ggml_tensor, True) asks whether it is wanted, (address, False) says that it is computed."""
         if options.flash_attention not in FLASH_ATTENTION:
             raise OptionError(f"flash attention is one of {', '.join(FLASH_ATTENTION)}, not {options.flash_attention!r}")
         params = C.llama_context_default_params()
@@ -271,6 +283,8 @@ class NativeContext:
         params.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
         params.type_k, params.type_v = options.type_k, options.type_v
         params.no_perf = True
+        if on_node is not None:
+            params.cb_eval = self._on_node = C.ggml_backend_sched_eval_callback(lambda tensor, ask, _user: bool(on_node(tensor, ask)))
         self.model = model
         with explained() as cause:
             self._ctx: Any = C.llama_init_from_model(model.handle, params)

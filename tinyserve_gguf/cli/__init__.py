@@ -24,6 +24,7 @@ Examples:
   tinyserve-gguf chat model.gguf -p "Name a river."        one answer, on stdout
   tinyserve-gguf info model.gguf --json                    what the file holds and what would go where
   tinyserve-gguf bench model.gguf --baseline               how fast, and llama.cpp beside it
+  tinyserve-gguf verify model.gguf --quick                 are the logits really the same?
 """
 
 
@@ -51,10 +52,17 @@ def _bench() -> click.Command:
     return bench
 
 
+def _verify() -> click.Command:
+    from tinyserve_gguf.cli.verify import verify
+
+    return verify
+
+
 COMMANDS: dict[str, tuple[Callable[[], click.Command], str]] = {
     "chat": (_chat, "Chat with a model, answer one prompt, or a script of turns."),
     "info": (_info, "What a model file holds, and what would be placed where."),
     "bench": (_bench, "Measure speed, hit rates and bounds, and llama.cpp beside them."),
+    "verify": (_verify, "Prove that paging changes nothing: logits, kernels, bytes."),
     "demo": (_demo, "Build a small demo model and print its path."),
 }
 
