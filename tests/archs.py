@@ -19,6 +19,8 @@ from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from synthetic import block_size, encode, finish
 
 VOCAB = 128  # token ids only, there is no tokenizer
+DIFFUSION = ("llada-moe", "rnd1")  # not token by token: refused
+NEVER_COMPUTED = ("refact",)  # llama.cpp loads its experts, and its graph has none
 _EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_(ch)?exps\.weight")
 
 

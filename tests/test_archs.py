@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from archs import build_arch, descriptions, shapes
+from archs import DIFFUSION, NEVER_COMPUTED, build_arch, descriptions, shapes
 from exact import paged, stock
 
 from tinyserve_gguf import Model, ModelFileError, load, read_facts
 from tinyserve_gguf.plan import minimum
+from tinyserve_gguf.verify import VerifyOptions, verify
 
-DIFFUSION = ("llada-moe", "rnd1")  # not token by token
-NEVER_COMPUTED = ("refact",)  # llama.cpp loads its experts, and its graph has none
 ARCHS = [arch for arch in descriptions() if arch not in DIFFUSION]
 PROMPTS, DECODE = (1, 7, 40), 6
 PLAIN: dict[str, object] = {}
@@ -59,6 +58,8 @@ def test_facts_find_every_expert(tmp_path: Path, arch: str) -> None:
 
 @pytest.mark.parametrize("arch", DIFFUSION)
 def test_diffusion_models_are_refused(tmp_path: Path, arch: str) -> None:
-    with pytest.raises(ModelFileError, match="does not write text token by token"):
-        load(build_arch(arch, tmp_path / "m.gguf"), device="CPU")
-    (tmp_path / "m.gguf").unlink()
+    path = build_arch(arch, tmp_path / "m.gguf")
+    for refused in (lambda: load(path, device="CPU"), lambda: verify(VerifyOptions(str(path), device="CPU"), lambda _text, _done: None)):
+        with pytest.raises(ModelFileError, match="does not write text token by token"):
+            refused()
+    path.unlink()
