@@ -64,7 +64,7 @@ def build(name: str, path: Path, **changes: object) -> Path:
             writer.add_float32(key, value)
     _add_tokenizer(writer, description.vocab)
     for tensor in tensors(description):
-        writer.add_tensor(tensor.name, _encode(_numbers(tensor, description), tensor.type), raw_dtype=GGMLQuantizationType[tensor.type])
+        writer.add_tensor(tensor.name, encode(_numbers(tensor, description), tensor.type), raw_dtype=GGMLQuantizationType[tensor.type])
     finish(writer)
     return path
 
@@ -112,7 +112,7 @@ def _numbers(tensor: Tensor, description: Description) -> npt.NDArray[np.float32
     return data
 
 
-def _encode(data: npt.NDArray[np.float32], kind: str) -> npt.NDArray[np.generic]:
+def encode(data: npt.NDArray[np.float32], kind: str) -> npt.NDArray[np.generic]:
     """`data` as ggml's own quantiser writes it, rows as bytes; uniform importance, for the types that ask for one."""
     if kind == "F32":
         return data

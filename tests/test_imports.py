@@ -20,7 +20,7 @@ LAYERS = (
     ("kv",),
     ("_llama", "_ggufio", "demo", "outfile"),
     ("facts", "channels", "sequence", "_ops", "_matmul", "_types"),
-    ("plan", "micro"),
+    ("plan", "micro", "check"),
     ("_shim",),
     ("experts", "miss", "miss_auto", "stats", "context"),
     ("placement",),

@@ -29,6 +29,7 @@ SCRIPTS = (
     "scripts/proxy-cost",
     "scripts/make_model.py",
     "scripts/test",
+    "scripts/verify-all",
     "scripts/window-quality",
 )
 OPTION = re.compile(r"(?<![\w-])--?[a-zA-Z][\w-]*")

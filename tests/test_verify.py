@@ -93,6 +93,31 @@ def test_nan_is_reported(model_file: ModelFile, tmp_path: Path) -> None:
     assert any(row.nmse == float("inf") for row in report.kernels)
 
 
+@pytest.mark.parametrize(("miss", "change", "holds"), [("cpu", 1e-4, True), ("split", 1e-4, True), ("fetch", 1e-4, False), ("cpu", 1.0, False)])
+def test_misses_on_the_cpu_beside_a_gpu_need_only_be_near(
+    model_file: ModelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, miss: str, change: float, holds: bool
+) -> None:
+    """A CPU that calls itself a GPU, and a last norm that is a little other, for what a GPU's own rounding does."""
+    path = model_file("mixtral")
+    changed = Path(shutil.copy(path, tmp_path / "changed.gguf"))
+    data = next(one.data for one in GGUFReader(changed, "r+").tensors if one.name == "output_norm.weight")
+    data += np.float32(change) * np.random.default_rng(0).standard_normal(data.shape, dtype=np.float32)
+    del data  # unmapped: written
+    right = verify_module.plan_for
+    gpu = replace(pick_device("CPU"), is_cpu=False)
+    monkeypatch.setattr(verify_module, "plan_for", lambda *given, **options: (right(*given, **options)[0], gpu))
+    monkeypatch.setattr(verify_module, "load", lambda _path, **options: load(changed, **options))
+    report = checked(path, miss=miss)
+    assert report.holds == holds
+    for row in report.paged:
+        assert row.difference is not None
+        assert row.is_near == holds
+        assert row.first_layer is None  # what the blocks give is the same
+        assert (row.difference.in_deviations < 0.05) == (change < 1)
+        assert row.difference.same_likeliest > 0.9 or change == 1
+        assert ("differ by" in "".join(row.problems())) != holds
+
+
 # ---- kernels --------------------------------------------------------------------------------------------------------------------------------
 
 

@@ -211,6 +211,11 @@ class NativeModel:
         model = self._model
         return bool(C.llama_model_has_decoder(model) and not C.llama_model_has_encoder(model) and not C.llama_model_is_diffusion(model))
 
+    def require_generative(self, path: object, architecture: str) -> None:
+        """ModelFileError unless `is_generative`: to decode with another model can abort the process."""
+        if not self.is_generative():
+            raise ModelFileError(f"{path}: {architecture} does not write text token by token (an encoder or a diffusion model)")
+
     # vocabulary
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:

@@ -158,8 +158,7 @@ class Model:
             if self._pager and "cannot be had" in _shim.last_error():
                 raise CapacityError(f"{_shim.last_error()}; close other programs, or use a smaller quantisation") from error
             raise
-        if not self._native.is_generative():
-            raise ModelFileError(f"{self.facts.path}: {self.facts.architecture} does not write text token by token (an encoder or a diffusion model)")
+        self._native.require_generative(self.facts.path, self.facts.architecture)
         if self._pager:
             self._pager.ready(stage.part(0.5, 1))
             self._experts = Experts(self._pager, layers)

@@ -72,7 +72,7 @@ class PagedRow:
         if self.fault:
             found.append(self.fault)
         if not self.slots_checked:
-            found.append("no slot was in use")
+            found.append("no slot was in use: llama.cpp computed none of these experts")
         return found
 
 
@@ -114,6 +114,7 @@ def verify(options: VerifyOptions, show: Show) -> Report:
     report = Report(facts, device.name, work.n_tokens)
     native = NativeModel(str(facts.path), Offload(device.handle), extra_bufts=False)
     try:
+        native.require_generative(facts.path, facts.architecture)
         stock = verify_logits.read(native, work, _within(show, "llama.cpp", 0, STOCK_DONE))
     finally:
         native.close()

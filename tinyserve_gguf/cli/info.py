@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 from rich import box
@@ -14,16 +16,22 @@ from tinyserve_gguf.errors import TinyserveError
 from tinyserve_gguf.facts import ExpertLayer, LayoutGroup, ModelFacts, PartFacts, read_facts
 from tinyserve_gguf.plan import size
 
+if TYPE_CHECKING:
+    from tinyserve_gguf.check import Broken
+
+EXIT_BROKEN = 1
 PLAIN_WIDTH = 160  # columns, where the output is no terminal
 
 
 @click.command()
 @click.argument("model")
+@click.option("--check", is_flag=True, help="Also read every weight and name those that hold NaN: exit code 1 if there are any.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def info(model: str, as_json: bool) -> None:
+def info(model: str, check: bool, as_json: bool) -> None:
     """Say what MODEL, a GGUF file, is made of. Of a split model, any shard will do.
 
-    Reads the header only, so it is quick however large the file is, and plans for the device that `chat` would take.
+    Reads the header only, so it is quick however large the file is, and plans for the device that `chat` would take. With --check it reads the whole
+    file, for blocks with a scale that is no number, as quantising with a broken imatrix leaves them.
 
     \b
     Examples:
@@ -31,13 +39,33 @@ def info(model: str, as_json: bool) -> None:
       tinyserve-gguf info --json gpt-oss-120b-00001-of-00003.gguf
     """
     facts = read_facts(model)
+    broken = _broken(facts) if check else None
     if as_json:
-        click.echo(json.dumps(facts_dict(facts), indent=2))
-        return
+        found = {} if broken is None else {"broken": [asdict(one) for one in broken]}
+        click.echo(json.dumps(facts_dict(facts) | found, indent=2))
+    else:
+        _print_all(facts, broken)
+    if broken:
+        click.get_current_context().exit(EXIT_BROKEN)
+
+
+def _broken(facts: ModelFacts) -> list[Broken]:
+    from tinyserve_gguf.check import find_broken  # loads llama.cpp
+    from tinyserve_gguf.cli.bench import progress_bar
+
+    with progress_bar() as show:
+        return find_broken(facts, show)
+
+
+def _print_all(facts: ModelFacts, broken: list[Broken] | None) -> None:
     console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console = Console(markup=False, emoji=False, highlight=False, width=PLAIN_WIDTH)
     _print_report(console, facts)
+    if broken is not None:
+        console.print("\ncheck", style="bold")
+        for line in [one.line() for one in broken] or ["every weight is a finite number"]:
+            console.print(f"  {line}")
 
 
 def placement_lines(facts: ModelFacts) -> list[str]:
