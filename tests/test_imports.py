@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,6 +88,14 @@ def test_the_package_imports_nothing_by_itself() -> None:
     """`import tinyserve_gguf` is cheap and cannot fail on a broken native library: what stands at the top of `__init__` is the standard library's."""
     top = [node for node in MODULES["__init__"].body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert {name.split(".")[0] for node in top for name in imports(node)} <= {"importlib", "typing"}
+
+
+@pytest.mark.parametrize("module", ["model", "chat", "bench", "bench_plot", "verify", "verify_types", "placement"])
+def test_llama_is_loaded_before_numpy(module: str) -> None:
+    """The other order crashed in libstdc++ on one GPU machine. These are what commands and apps start with."""
+    code = f"import sys, tinyserve_gguf.{module}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert loaded.index("llama_cpp.llama_cpp") < loaded.index("numpy")
 
 
 @pytest.mark.parametrize(("library", "owner"), [("llama_cpp", "_llama"), ("cffi", "_shim"), ("torch", "experts"), ("matplotlib", "bench_plot")])

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
-from tinyserve_gguf import verify_logits
-from tinyserve_gguf._llama import NativeModel, Offload
+from tinyserve_gguf import _llama, verify_logits
 from tinyserve_gguf._shim import Device
 from tinyserve_gguf.errors import EngineError, OptionError
 from tinyserve_gguf.facts import ExpertLayer, ModelFacts, read_facts
@@ -18,6 +15,10 @@ from tinyserve_gguf.placement import default_threads, pick_device, plan_for
 from tinyserve_gguf.plan import CacheSpec, context_bytes, minimum, size
 from tinyserve_gguf.verify_kernels import KernelRow, check_kernels, unequal_slots
 from tinyserve_gguf.verify_logits import NEAR, UBATCH, Difference, Logits, Workload
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 MINIMUM = "minimum"
 CACHES = (MINIMUM, "25%", "50%", "all")
@@ -112,13 +113,13 @@ def verify(options: VerifyOptions, show: Show) -> Report:
     work = Workload(options.batches, 1, n_threads) if options.batches else Workload.of(facts, n_threads, quick=options.quick)
     _check_room(facts, device, work)
     report = Report(facts, device.name, work.n_tokens)
-    native = NativeModel(str(facts.path), Offload(device.handle), extra_bufts=False)
+    native = _llama.NativeModel(str(facts.path), _llama.Offload(device.handle), extra_bufts=False)
     try:
         native.require_generative(facts.path, facts.architecture)
         stock = verify_logits.read(native, work, _within(show, "llama.cpp", 0, STOCK_DONE))
     finally:
         native.close()
-    report.finite = all(np.isfinite(logits).all() for logits in stock)
+    report.finite = verify_logits.are_finite(stock)
     step = (PAGED_DONE - STOCK_DONE) / len(sizes)
     for i, (cache, asked) in enumerate(sizes.items()):
         run = _Run(facts, device, work, stock, options.miss)
@@ -220,7 +221,7 @@ def _first_layer(facts: ModelFacts, device: Device, model: Model, work: Workload
     if not device.is_cpu and facts.device_bytes + facts.expert_bytes > pick_device(device.name).memory_free:
         return None
     paged = verify_logits.layer_hashes(model.native, work, difference.prompt)
-    native = NativeModel(str(facts.path), Offload(device.handle), extra_bufts=False)
+    native = _llama.NativeModel(str(facts.path), _llama.Offload(device.handle), extra_bufts=False)
     try:
         return verify_logits.first_layer(verify_logits.layer_hashes(native, work, difference.prompt), paged)
     finally:

@@ -91,6 +91,11 @@ def _steps(context: NativeContext, load: Workload, prompt: int) -> list[Logits]:
     return found
 
 
+def are_finite(found: Sequence[Logits]) -> bool:
+    """Whether all of them are numbers."""
+    return all(bool(np.isfinite(logits).all()) for logits in found)
+
+
 def compare(load: Workload, stock: Sequence[Logits], paged: Sequence[Logits]) -> Difference | None:
     """None if every bit is the same, also where a model gives NaN."""
     if all(np.array_equal(a.view(np.uint32), b.view(np.uint32)) for a, b in zip(stock, paged, strict=True)):
