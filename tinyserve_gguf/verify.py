@@ -208,9 +208,9 @@ class _Run:
 
 def _held(model: Model) -> Iterator[tuple[ExpertLayer, int, dict[str, npt.NDArray[np.uint8]]]]:
     """Every expert that is in a slot, with the bytes there."""
+    states = model.experts.states()
     for layer in model.facts.expert_layers:
-        states = model.experts.states()[layer.block, layer.family]
-        for number, state in enumerate(states):
+        for number, state in enumerate(states[layer.block, layer.family]):
             if state.slot >= 0:
                 weights = model.experts[layer.block, number, layer.family].weights
                 yield layer, number, {role: weight.in_slot() for role, weight in weights.items()}
