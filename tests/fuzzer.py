@@ -173,3 +173,20 @@ def until(n: int = 0, seconds: float = 0) -> Callable[[Tally], bool]:
     """Enough after `n` files, or after so many seconds."""
     end = time.monotonic() + seconds
     return lambda tally: tally.tried >= n if n else time.monotonic() >= end
+
+
+# ---- attempts that go wrong: here, because a worker must find them by the name of their module --------------------------------------------------
+
+
+def crashing(_path: Path) -> str:
+    os.kill(os.getpid(), 11)
+    return ""
+
+
+def hanging(_path: Path) -> str:
+    time.sleep(60)
+    return ""
+
+
+def hungry(_path: Path) -> str:
+    return "loaded" if b"x" * (LIMIT_BYTES + (1 << 24)) else ""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fuzzer import GAVE_UP, LIMIT_BYTES, build_bases, fuzz, until
+from fuzzer import GAVE_UP, build_bases, crashing, fuzz, hanging, hungry, until
 from mutations import MUTATIONS, damaged, parse
 
 SEED, N_FILES = 6, 5000
@@ -43,20 +41,6 @@ def test_the_same_seed_gives_the_same_files(bases: list[Path]) -> None:
 
 
 # ---- this can fail --------------------------------------------------------------------------------------------------------------------------
-
-
-def crashing(_path: Path) -> str:
-    os.kill(os.getpid(), 11)
-    return ""
-
-
-def hanging(_path: Path) -> str:
-    time.sleep(60)
-    return ""
-
-
-def hungry(_path: Path) -> str:
-    return "loaded" if b"x" * (LIMIT_BYTES + (1 << 24)) else ""
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import environment
 
 import tinyserve_gguf
 
@@ -91,10 +92,10 @@ def test_the_package_imports_nothing_by_itself() -> None:
 
 
 @pytest.mark.parametrize("module", ["model", "chat", "bench", "bench_plot", "verify", "verify_types", "placement"])
-def test_llama_is_loaded_before_numpy(module: str) -> None:
+def test_llama_is_loaded_before_numpy(module: str, tmp_path: Path) -> None:
     """The other order crashed in libstdc++ on one GPU machine. These are what commands and apps start with."""
     code = f"import sys, tinyserve_gguf.{module}; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path, env=environment()).stdout.split()
     assert loaded.index("llama_cpp.llama_cpp") < loaded.index("numpy")
 
 
