@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
-from synthetic import block_size, encode, finish
+from gguf import GGMLQuantizationType, GGUFWriter
+from synthetic import add_metadata, block_size, encode, finish
 
 VOCAB = 128  # token ids only, there is no tokenizer
 DIFFUSION = ("llada-moe", "rnd1")  # not token by token: refused
@@ -48,21 +48,7 @@ def build_arch(arch: str, path: Path, *, experts: int = 8, used: int = 2, types:
     writer = GGUFWriter(path, arch)
     writer.add_name(f"tiny {arch}")
     writer.add_tokenizer_model("none")
-    for key, value in {**description["metadata"], "expert_count": experts, "expert_used_count": used, "vocab_size": VOCAB}.items():
-        key = f"{arch}.{key}"
-        if isinstance(value, dict):  # an array of this type
-            ((kind, items),) = value.items()
-            writer.add_key_value(key, items, GGUFValueType.ARRAY, sub_type=GGUFValueType[kind.upper()])
-        elif isinstance(value, list):
-            writer.add_array(key, value)
-        elif isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value) if value >= 0 else writer.add_int32(key, value)
-        else:
-            writer.add_float32(key, value)
+    add_metadata(writer, arch, {**description["metadata"], "expert_count": experts, "expert_used_count": used, "vocab_size": VOCAB})
     for name, shape in shapes(description, experts).items():
         match = _EXPERT.fullmatch(name)
         kind = types[match[1] == "down"] if match else "F32"

@@ -8,13 +8,15 @@ from __future__ import annotations
 import ctypes
 import itertools
 import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, TokenType
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, TokenType
 from synthetic_archs import MODELS, Description, Tensor, metadata, tensors
 
 from tinyserve_gguf import _llama
@@ -45,23 +47,31 @@ def describe(name: str, **changes: object) -> Description:
     return replace(MODELS[name], **changes)  # type: ignore[arg-type]
 
 
-def build(name: str, path: Path, **changes: object) -> Path:
-    """Write model `name` of `MODELS`, with some fields of its description changed, and return `path`."""
-    description = describe(name, **changes)
-    writer = GGUFWriter(path, description.arch)
-    writer.add_name(f"synthetic {name}")
-    for key, value in metadata(description).items():
-        key = f"{description.arch}.{key}"
-        if isinstance(value, list):
+def add_metadata(writer: GGUFWriter, arch: str, values: Mapping[str, Any]) -> None:
+    """Each value with the type that fits it. A dict names the type of an array: {"uint8": [...]}."""
+    for key, value in values.items():
+        key = f"{arch}.{key}"
+        if isinstance(value, dict):
+            ((kind, items),) = value.items()
+            writer.add_key_value(key, items, GGUFValueType.ARRAY, sub_type=GGUFValueType[kind.upper()])
+        elif isinstance(value, list):
             writer.add_array(key, value)
         elif isinstance(value, bool):
             writer.add_bool(key, value)
         elif isinstance(value, str):
             writer.add_string(key, value)
         elif isinstance(value, int):
-            writer.add_uint32(key, value)
+            writer.add_uint32(key, value) if value >= 0 else writer.add_int32(key, value)
         else:
             writer.add_float32(key, value)
+
+
+def build(name: str, path: Path, **changes: object) -> Path:
+    """Write model `name` of `MODELS`, with some fields of its description changed, and return `path`."""
+    description = describe(name, **changes)
+    writer = GGUFWriter(path, description.arch)
+    writer.add_name(f"synthetic {name}")
+    add_metadata(writer, description.arch, metadata(description))
     _add_tokenizer(writer, description.vocab)
     for tensor in tensors(description):
         writer.add_tensor(tensor.name, encode(_numbers(tensor, description), tensor.type), raw_dtype=GGMLQuantizationType[tensor.type])

@@ -86,11 +86,9 @@ class Header:
 @cache
 def _gguf() -> SimpleNamespace:
     """The functions of gguf.h, with their prototypes."""
-    lib = _llama.library()
-    functions = SimpleNamespace()
     pointer: Any
     pointer, i64, size, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t, ctypes.c_char_p
-    for name, result, arguments in (
+    return _llama.bind(
         ("gguf_init_from_file", pointer, [text, _InitParams]),
         ("gguf_free", None, [pointer]),
         ("gguf_type_name", text, [ctypes.c_int]),
@@ -110,11 +108,7 @@ def _gguf() -> SimpleNamespace:
         ("gguf_get_tensor_size", size, [pointer, i64]),
         ("gguf_get_tensor_offset", size, [pointer, i64]),
         ("ggml_type_name", text, [ctypes.c_int]),
-    ):
-        function = lib[name]  # a fresh object each time, unlike lib.name: nobody else sees the prototype
-        function.restype, function.argtypes = result, arguments
-        setattr(functions, name, function)
-    return functions
+    )
 
 
 def read_header(path: Path) -> Header:

@@ -22,11 +22,9 @@ class _InitParams(ctypes.Structure):
 @cache
 def _ggml() -> SimpleNamespace:
     """The functions of ggml.h and ggml-backend.h, with their prototypes."""
-    lib = _llama.library()
-    functions = SimpleNamespace()
     pointer: Any
     pointer, i64, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t, ctypes.c_float
-    for name, result, arguments in (
+    return _llama.bind(
         ("ggml_init", pointer, [_InitParams]),
         ("ggml_free", None, [pointer]),
         ("ggml_new_tensor_4d", pointer, [pointer, ctypes.c_int, i64, i64, i64, i64]),
@@ -35,11 +33,7 @@ def _ggml() -> SimpleNamespace:
         ("ggml_cast", pointer, [pointer, pointer, ctypes.c_int]),
         ("ggml_flash_attn_ext", pointer, [pointer, pointer, pointer, pointer, pointer, real, real, real]),
         ("ggml_backend_dev_supports_op", ctypes.c_bool, [pointer, pointer]),
-    ):
-        function = getattr(lib, name)
-        function.restype, function.argtypes = result, arguments
-        setattr(functions, name, function)
-    return functions
+    )
 
 
 @contextmanager
