@@ -5,6 +5,8 @@ from __future__ import annotations
 import codecs
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from threading import Lock
 from types import TracebackType
 
 from tinyserve_gguf import _llama, _shim
@@ -15,6 +17,7 @@ from tinyserve_gguf.context import ContextPlan, ContextSpec, confirm, plan_conte
 from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, OptionError
 from tinyserve_gguf.experts import Experts
 from tinyserve_gguf.facts import ExpertLayer, PartFacts, TensorFacts, read_facts
+from tinyserve_gguf.live import ExpertMap, Resized, read_map, resize
 from tinyserve_gguf.miss import MissOptions
 from tinyserve_gguf.miss_tuning import Tuning
 from tinyserve_gguf.placement import default_threads, plan_for
@@ -126,6 +129,8 @@ class Model:
         self._formatter: Callable[[list[dict[str, str]]], str] | None = None
         self._closed_windows, self._windows_before = WindowCounts(), WindowCounts()  # of closed sessions; at the last reset of the counters
         self._tuning: Tuning | None = None  # --miss auto
+        self._tune: Callable[[], Tuning] | None = None  # begins it, for the cache as large as it is then
+        self._resizing = Lock()
         try:
             self._open(engine, link_gbps, misses.completed(context.options.n_threads), progress)
             self.context = confirm(context, self.facts, spec, device, self.native)
@@ -167,8 +172,9 @@ class Model:
             if misses.uses_cpu:
                 if misses.mode != "auto":
                     self._pager.set_miss(misses.resolve(lambda: link_gbps * 1e9 if link_gbps else self._device.link_rate()))
-                elif not self._pager.stats().all_resident:
-                    self._tuning = Tuning(self._pager, misses, self.facts, self._device, engine, link_gbps)
+                else:
+                    self._tune = partial(Tuning, self._pager, misses, self.facts, self._device, engine, link_gbps)
+                    self._tuning = None if self._pager.stats().all_resident else self._tune()
         elif link_gbps is not None or engine != "auto" or misses.uses_cpu:
             raise OptionError(f"{self.facts.name} is dense: there is no expert engine to choose, no link to slow down and no expert to miss")
 
@@ -227,11 +233,15 @@ class Model:
         return self._pager is not None
 
     @property
-    def experts(self) -> Experts:
-        """`experts[layer, expert]`. OptionError on a dense model."""
+    def _paging(self) -> Pager:
         if self._pager is None:
             raise OptionError(f"{self.facts.name} is dense or closed: it has no experts")
-        return self._experts
+        return self._pager
+
+    @property
+    def experts(self) -> Experts:
+        """`experts[layer, expert]`. OptionError on a dense model."""
+        return self._paging and self._experts
 
     @property
     def engine(self) -> str:
@@ -312,6 +322,20 @@ class Model:
         self.policy = policy
         if self._pager:
             self._pager.set_policy(policy)
+
+    def expert_map(self) -> ExpertMap:
+        """Every expert at one moment: resident, hits, last use. May be called several times a second while replies run. OptionError on a dense model."""
+        return read_map(self._paging, self.plan)
+
+    def resize(self, expert_cache: str) -> Resized:
+        """Give the expert cache another size, as in `load`, while the model is in use; replies go on, with the same logits. Experts that are resident
+        stay so as far as there is room, in the order of the policy; pinned ones in any case. CapacityError, OptionError or EngineError for a size that
+        cannot be: nothing changed."""
+        with self._resizing:
+            self.plan, done = resize(self._paging, self.plan, expert_cache, self._device)
+            if self._tune:
+                self._tuning = None if self._paging.stats().all_resident else self._tune()
+        return done
 
     def check_integrity(self) -> None:
         """EngineError if the expert cache contradicts itself."""
