@@ -10,7 +10,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,8 +52,8 @@ def offload(
     a subclass. Models of other threads and of other asyncio tasks are not touched, nor are those opened before or after.
 
     The innermost block counts. As llama_cpp.Llama does, such a model takes keyword arguments that nobody knows. A window takes the place of the
-    `n_ctx` that the code inside gives; `n_gpu_layers=0` keeps its meaning, which is the CPU; a dense model runs whatever `expert_cache` says. OptionError
-    at once for options that no model goes with.
+    `n_ctx` that the code inside gives; `n_gpu_layers=0` keeps its meaning, which is the CPU; a dense model runs whatever `expert_cache` says.
+    OptionError at once for options that no model goes with.
     """
     options = PagedOptions(expert_cache, policy, device, window, sinks, kv_type, kv_type_v, miss)
     block = _Block(options, threading.get_ident(), _block.get())
@@ -64,10 +64,8 @@ def offload(
     finally:
         block.is_open = False
         _install(-1)
-        try:
+        with suppress(ValueError):  # closed in another asyncio task than it was opened in: there it stays, as a block that is not open
             _block.reset(token)
-        except ValueError:
-            pass  # closed in another asyncio task than it was opened in: there it stays, as a block that is not open
 
 
 def _install(change: int) -> None:
@@ -103,12 +101,13 @@ def _init(self: Any, *arguments: Any, **options: Any) -> None:
         paged = replace(paged, expert_cache="auto", miss="fetch")
     if paged.window is not None:
         given.pop("n_ctx", None)
-    self.__class__ = Llama if type(self) is StockLlama else _paged_kind(type(self))
+    kind: Any = type(self)
+    self.__class__ = Llama if kind is StockLlama else _paged_kind(kind)
     self._begin()
     self._open(path, paged, given)
 
 
 @functools.cache
-def _paged_kind(kind: type) -> type:
+def _paged_kind(kind: Any) -> type:
     """A subclass of llama_cpp.Llama as a subclass of ours, too."""
     return type(kind.__name__, (kind, Llama), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__})
