@@ -176,4 +176,5 @@ void tsg_buffer_type_init(struct tsg_pager * pager) {
         .device  = &pager->device,
         .context = pager,
     };
+    pager->offered[0] = &pager->buft;
 }

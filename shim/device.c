@@ -42,7 +42,7 @@ static ggml_backend_t tsg_device_init_backend(ggml_backend_dev_t dev, const char
 }
 
 static ggml_backend_buffer_type_t tsg_device_get_buffer_type(ggml_backend_dev_t dev) {
-    return ggml_backend_dev_buffer_type(inner_of(dev));
+    return pager_of(dev)->is_second ? &pager_of(dev)->inner_buft : ggml_backend_dev_buffer_type(inner_of(dev));
 }
 
 // Never the expert buffer type: the loader swaps a device's host buffer type for plain CPU memory when it maps the file.
@@ -58,12 +58,11 @@ static bool tsg_device_supports_op(ggml_backend_dev_t dev, const struct ggml_ten
             return false;
         }
     }
-    return ggml_backend_dev_supports_op(pager->inner, op);
+    return tsg_group_wants(pager, op) && ggml_backend_dev_supports_op(pager->inner, op);
 }
 
 static bool tsg_device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
-    struct tsg_pager * pager = pager_of(dev);
-    return buft == &pager->buft || ggml_backend_dev_supports_buft(pager->inner, buft);
+    return tsg_group_reads(pager_of(dev), buft);
 }
 
 static bool tsg_device_offload_op(ggml_backend_dev_t dev, const struct ggml_tensor * op) {
@@ -124,7 +123,12 @@ static void tsg_backend_set_abort_callback(ggml_backend_t backend, ggml_abort_ca
     }
 }
 
-// NULL for everything else. Extra buffer types above all: experts must never be repacked.
+// That of the experts, and none of the inner device's: experts must never be repacked.
+static ggml_backend_buffer_type_t * tsg_device_get_extra_bufts(ggml_backend_dev_t dev) {
+    struct tsg_pager * pager = pager_of(dev);
+    return pager->group ? pager->offered : NULL;
+}
+
 static void * tsg_reg_get_proc_address(ggml_backend_reg_t reg, const char * name) {
     (void) reg;
     if (strcmp(name, "ggml_backend_set_n_threads") == 0) {
@@ -132,6 +136,9 @@ static void * tsg_reg_get_proc_address(ggml_backend_reg_t reg, const char * name
     }
     if (strcmp(name, "ggml_backend_set_abort_callback") == 0) {
         return (void *) tsg_backend_set_abort_callback;
+    }
+    if (strcmp(name, "ggml_backend_dev_get_extra_bufts") == 0) {
+        return (void *) tsg_device_get_extra_bufts;
     }
     return NULL;
 }

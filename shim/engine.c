@@ -445,6 +445,7 @@ enum ggml_status tsg_engine_compute(struct tsg_engine * e, struct ggml_cgraph * 
         status = e->graph.n_steps == 0 ? ggml_backend_graph_compute_async(e->inner, graph) : compute_steps(e, graph);
         tsg_graph_restore(&e->graph);
     }
+    tsg_resident_graph_done(e);
     mtx_unlock(&pager->lock);
     return status;
 }

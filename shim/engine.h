@@ -17,6 +17,7 @@ enum tsg_event {
     TSG_EV_LAUNCH_OUT,
     TSG_EV_CAPTURE_IN,
     TSG_EV_CAPTURE_OUT,
+    TSG_EV_GRAPH_DONE,   // the inner stream has done the last graph
     TSG_EV_STAGE_FREE,   // and the next: one per stage
     TSG_EV_STAGE_READY = TSG_EV_STAGE_FREE + 2,
     TSG_EV_SIDE_READY  = TSG_EV_STAGE_READY + 2,
@@ -111,6 +112,7 @@ void             tsg_resident_engine_free(struct tsg_engine * e);
 void             tsg_resident_engine_forget(struct tsg_engine * e);  // captured graphs: the pools move
 void             tsg_resident_engine_wait(struct tsg_engine * e);  // for our streams: bookkeeping runs behind what the inner one waits for
 bool             tsg_ours_waits(struct tsg_engine * e, tsg_cu_stream stream, int event);   // until the inner stream has come to here
+void             tsg_resident_graph_done(struct tsg_engine * e);  // the inner stream has come to the end of a graph
 bool             tsg_inner_waits(struct tsg_engine * e, tsg_cu_stream stream, int event);  // the other way round
 bool             tsg_resident_replay(struct tsg_engine * e, struct ggml_cgraph * graph);   // true: it was captured before and runs now
 bool             tsg_resident_can(const struct tsg_engine * e, int64_t n_tokens);

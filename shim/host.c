@@ -55,6 +55,7 @@ void tsg_host_close(struct tsg_pager * pager) {
         tsg_chunk_unmap(&host->chunks[i]);
     }
     free_copies(pager);
+    tsg_unlocked(pager);
     tsg_ring_close(pager);
     for (int32_t i = 0; i < host->n_weights; i++) {
         host->weights[i]->host = NULL;
@@ -229,7 +230,7 @@ static void open_ring(struct tsg_pager * pager) {
 static void climb(struct tsg_pager * pager, struct report * r, uint64_t bytes) {
     struct tsg_host * host = &pager->host;
     char              size[32], room[32], piece[32];
-    const uint64_t    available = host->ops && bytes ? host->ops->available(pager) : 0;
+    const uint64_t    available = host->ops && bytes ? tsg_lockable(pager) : 0;
     size_text(size, sizeof(size), bytes);
     if (!host->ops || !bytes) {
         host->rung = TSG_HOST_MAPPED;
@@ -242,12 +243,14 @@ static void climb(struct tsg_pager * pager, struct report * r, uint64_t bytes) {
         size_text(room, sizeof(room), available);
         append(host->why, sizeof(host->why), "; of memory %s may be page-locked, and the experts are %s", room, size);
     } else if (register_all(pager, r)) {
+        tsg_locked(pager, bytes);
         host->rung = TSG_HOST_MAPPED;
         snprintf(host->text, sizeof(host->text), "mapped: %s registered", size);
         return;
     } else if (r->status != TSG_OK) {
         return;
     } else if (copy_all(pager, r)) {
+        tsg_locked(pager, bytes);
         host->rung = TSG_HOST_PINNED;
         snprintf(host->text, sizeof(host->text), "pinned copy of %s%s", size, host->why);
         return;
@@ -403,17 +406,19 @@ enum tsg_status tsg_host_page(struct tsg_pager * pager, const bool * paged, bool
         return TSG_OK;
     }
     host->why[0] = 0;
-    const uint64_t available = host->ops->available(pager);
+    const uint64_t available = tsg_lockable(pager);
     if (available < bytes) {
         size_text(room, sizeof(room), available);
         append(host->why, sizeof(host->why), "; of memory %s may be page-locked, and these experts are %s", room, size);
     } else if (register_new(pager, paged, &r)) {
+        tsg_locked(pager, bytes);
         host->text[0] = idle ? 0 : host->text[0];
         append(host->text, sizeof(host->text), idle ? "mapped: %s registered" : "; %s more registered", size);
         return TSG_OK;
     } else if (r.status == TSG_OK) {
         append(host->why, sizeof(host->why), "; registering failed: %s", tsg_last_error());
         if (copy_new(pager, paged, &r)) {
+            tsg_locked(pager, bytes);
             host->rung    = TSG_HOST_PINNED;
             host->text[0] = idle ? 0 : host->text[0];
             append(host->text, sizeof(host->text), idle ? "pinned copy of %s%s" : "; pinned copy of %s%s", size, host->why);

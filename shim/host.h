@@ -59,6 +59,7 @@ struct tsg_host {
     size_t                chunk_bytes;
     struct tsg_ring       ring;
     enum tsg_host_rung    rung;
+    uint64_t              locked;    // bytes
     char                  why[384];   // the rungs above do not hold
     char                  text[512];  // the same for people, with the rung taken
 };

@@ -36,6 +36,7 @@ void tsg_pager_unref(struct tsg_pager * pager) {
     tsg_resident_free(pager);
     tsg_profile_free(pager);
     tsg_host_free(pager);
+    tsg_group_leave(pager);
     free_pools(pager);
     for (int32_t i = 0; i < pager->n_layers; i++) {
         free_layer(pager->layers[i], !pager->tables);
@@ -333,6 +334,9 @@ enum tsg_status tsg_pager_ready(struct tsg_pager * pager, bool (*progress)(float
     for (int32_t i = 0; i < pager->n_layers; i++) {
         for (int32_t p = 0; p < pager->layers[i]->n_parts; p++) {
             const struct tsg_weight * w = &pager->layers[i]->weight[p];
+            if (pager->group && !w->place) {
+                return tsg_fail(TSG_E_STATE, "llama.cpp did not put %s on %s, where it was planned", w->name, ggml_backend_dev_name(pager->inner));
+            }
             if (w->arrived != tsg_weight_bytes(w)) {
                 return tsg_fail(TSG_E_STATE, "%s: %zu of %zu bytes arrived in the host pool", w->name, w->arrived, tsg_weight_bytes(w));
             }

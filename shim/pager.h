@@ -2,6 +2,7 @@
 //
 //   api.c      errors, the ABI guard, devices
 //   pager.c    life of a pager
+//   group.c    a model on several devices: what their pagers share
 //   experts.c  counters, and experts by hand
 //   buffer.c   the expert buffer type: addresses without memory, which llama.cpp's loader believes to fill
 //   host.c     the host pool: the ladder of ways to the device; host.h says which
@@ -105,8 +106,12 @@ struct tsg_pager {
     struct ggml_backend_device      device;
     struct ggml_backend_reg         reg;
     struct ggml_backend_buffer_type buft;
+    struct ggml_backend_buffer_type inner_buft;  // the inner device's, as ours, if is_second
+    ggml_backend_buffer_type_t      offered[2];  // buft, for the loader of a model on several devices
     ggml_backend_dev_t              inner;
     bool                            inner_is_cpu;
+    bool                            is_second;  // another pager of the model has the same inner device
+    struct tsg_group *              group;      // the pagers of a model on several devices; NULL: it has one
     enum tsg_policy                 policy;
     atomic_int                      refs;  // the caller's, one per buffer, one per backend
     mtx_t                           lock;  // held while a graph is computed and while slots change by hand
@@ -146,6 +151,14 @@ void tsg_pager_ref(struct tsg_pager * pager);
 void tsg_pager_unref(struct tsg_pager * pager);
 void tsg_pager_view_resident(struct tsg_pager * pager);            // for the layers of pools that hold everything: their part of it
 enum tsg_status tsg_pager_choose_engine(struct tsg_pager * pager);  // and why; TSG_E_STATE if the one asked for cannot be
+
+// group.c
+void     tsg_group_leave(struct tsg_pager * pager);
+uint64_t tsg_lockable(struct tsg_pager * pager);                // bytes of memory that may be locked; there are host.ops
+void     tsg_locked(struct tsg_pager * pager, uint64_t bytes);  // they are
+void     tsg_unlocked(struct tsg_pager * pager);                // all that it had
+bool     tsg_group_wants(const struct tsg_pager * pager, const struct ggml_tensor * op);  // false: this weight belongs into another buffer of this device
+bool     tsg_group_reads(const struct tsg_pager * pager, ggml_backend_buffer_type_t buft);
 
 // buffer.c
 void                  tsg_buffer_type_init(struct tsg_pager * pager);

@@ -22,6 +22,12 @@ bool tsg_ours_waits(struct tsg_engine * e, tsg_cu_stream stream, int event) {
     return tsg_cuda_ok(cuda, cuda->stream_wait(stream, cu(e->event[event]), 0), "cuStreamWaitEvent");
 }
 
+void tsg_resident_graph_done(struct tsg_engine * e) {
+    if (e->stream) {
+        ggml_backend_event_record(e->event[TSG_EV_GRAPH_DONE], e->inner);
+    }
+}
+
 bool tsg_inner_waits(struct tsg_engine * e, tsg_cu_stream stream, int event) {
     const struct tsg_cuda * cuda = e->pager->resident->cuda;
     if (!tsg_cuda_ok(cuda, cuda->event_record(cu(e->event[event]), stream), "cuEventRecord")) {

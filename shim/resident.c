@@ -139,7 +139,7 @@ bool tsg_resident_init(struct tsg_pager * pager) {
     if (cuda && !props.caps.events) {
         tsg_fail(TSG_E_STATE, "%s has no events", ggml_backend_dev_name(pager->inner));
     }
-    struct tsg_resident * r = cuda && props.caps.events ? calloc(1, sizeof(struct tsg_resident)) : NULL;
+    struct tsg_resident * r = cuda && props.caps.events && tsg_cuda_enter(cuda) ? calloc(1, sizeof(struct tsg_resident)) : NULL;
     if (!r) {
         return false;
     }

@@ -113,8 +113,12 @@ bool tsg_stream_can(const struct tsg_engine * e) {
 enum ggml_status tsg_stream_prefill(struct tsg_engine * e, struct ggml_cgraph * graph, struct tsg_counts * counts) {
     const struct tsg_step * steps = e->graph.steps;
     const int               n     = e->graph.n_steps;
-    if (!tsg_cuda_enter(e->pager->resident->cuda) || !tsg_resident_show_maps(e->pager) || !tsg_ours_waits(e, e->stream, TSG_EV_LAUNCH_IN) ||
-        !tsg_ours_waits(e, e->side, TSG_EV_LAUNCH_IN)) {
+    struct tsg_cuda *       cuda  = e->pager->resident->cuda;
+    // Stages and slots are free when the last graph is done. Not when the inner stream has come to here: of a model on several devices it waits for what
+    // another device computes, and the copies need not.
+    const tsg_cu_event done_before = e->event[TSG_EV_GRAPH_DONE]->context;
+    if (!tsg_cuda_enter(cuda) || !tsg_resident_show_maps(e->pager) || !tsg_cuda_ok(cuda, cuda->stream_wait(e->stream, done_before, 0), "cuStreamWaitEvent") ||
+        !tsg_cuda_ok(cuda, cuda->stream_wait(e->side, done_before, 0), "cuStreamWaitEvent")) {
         return GGML_STATUS_FAILED;
     }
     int done = 0, filled = 0, used = 0;  // steps whose copies were started, steps that computed

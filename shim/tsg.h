@@ -60,6 +60,7 @@ enum tsg_limits {
     TSG_DECODE_TOKENS = 8,    // a graph of up to so many tokens counts as decode
     TSG_MAX_PARTS     = 4,    // weights of one expert: gate, up, down, or gate_up and down
     TSG_MAX_EXPERTS   = 4096, // experts of one layer
+    TSG_MAX_DEVICES   = 16,   // that llama.cpp splits a model over
     TSG_MAX_STAGES    = 2,    // prefill stages of a pool
 };
 
@@ -194,6 +195,10 @@ bool tsg_device_supports(void * device, int32_t type, int64_t ne0, int64_t ne1, 
 // (every byte of the experts was offered; maps them, page-locks them and fills the pools that hold everything), use, free. `progress`, or NULL, hears
 // 0 to 1 and returns false to stop. Free releases the caller's hold; the last buffer or backend of the model releases the rest.
 enum tsg_status tsg_pager_new(void * inner_device, enum tsg_policy policy, enum tsg_engine_kind engine, struct tsg_pager ** out);
+// For a model on several devices: a pager for each, with the layers that llama.cpp puts there. All but the first join the first one before they are
+// committed. Their devices go to the loader together, without overrides: each proxy takes its planned weights into its own buffer type. TSG_E_STATE in
+// ready if llama.cpp put one elsewhere. Free them all.
+enum tsg_status tsg_pager_join(struct tsg_pager * pager, struct tsg_pager * other);
 enum tsg_status tsg_pager_add_file(struct tsg_pager * pager, const char * path);
 enum tsg_status tsg_pager_add_pool(struct tsg_pager * pager, int64_t n_slots, int32_t n_stages, int32_t * pool);
 enum tsg_status tsg_pager_add_layer(struct tsg_pager * pager, int32_t pool, int32_t n_expert, int32_t n_used,
