@@ -3,6 +3,7 @@
 
 #include "pager.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -115,8 +116,7 @@ static void tsg_buffer_clear(ggml_backend_buffer_t buffer, uint8_t value) {
 // ---- buffer type ----
 
 static const char * tsg_buffer_type_get_name(ggml_backend_buffer_type_t buft) {
-    (void) buft;
-    return "Experts";
+    return pager_of(buft)->buft_name;
 }
 
 // The experts themselves were loaded: what still asks for memory here are the tensors of an adapter for them, which llama.cpp puts where the weights
@@ -177,4 +177,5 @@ void tsg_buffer_type_init(struct tsg_pager * pager) {
         .context = pager,
     };
     pager->offered[0] = &pager->buft;
+    snprintf(pager->buft_name, sizeof(pager->buft_name), "Experts");
 }

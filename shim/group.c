@@ -8,6 +8,7 @@
 // anywhere else, so that they go where llama.cpp puts their layer. Overrides by name would do the same, but llama.cpp then gives up pipeline parallelism.
 #include "pager.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -30,11 +31,17 @@ static struct tsg_group * group_new(ggml_backend_dev_t inner) {
     return group;
 }
 
-// Buffers of this type are told apart from those of another proxy over the same device: the scheduler asks by type who may read a tensor.
-static void use_own_type(struct tsg_pager * pager) {
-    pager->inner_buft        = *ggml_backend_dev_buffer_type(pager->inner);
-    pager->inner_buft.device = &pager->device;
-    pager->is_second         = true;
+static const char * own_type_get_name(ggml_backend_buffer_type_t buft) {
+    return ((const struct tsg_pager *) buft->device->context)->inner_name;
+}
+
+// The CPU may be there more than once, to try a split out. Then the proxies need types of their own: the scheduler asks by type who reads a tensor.
+static void use_own_type(struct tsg_pager * pager, int32_t member) {
+    pager->inner_buft                = *ggml_backend_dev_buffer_type(pager->inner);
+    pager->inner_buft.device         = &pager->device;
+    pager->inner_buft.iface.get_name = own_type_get_name;
+    pager->is_second                 = true;
+    snprintf(pager->inner_name, sizeof(pager->inner_name), "%s %d", ggml_backend_dev_name(pager->inner), member);
 }
 
 enum tsg_status tsg_pager_join(struct tsg_pager * pager, struct tsg_pager * other) {
@@ -49,11 +56,17 @@ enum tsg_status tsg_pager_join(struct tsg_pager * pager, struct tsg_pager * othe
     if (group->n_members == TSG_MAX_DEVICES) {
         return tsg_fail(TSG_E_ARGUMENT, "llama.cpp splits a model over %d devices at most", TSG_MAX_DEVICES);
     }
+    bool twice = false;
     for (int32_t i = 0; i < group->n_members; i++) {
-        if (group->inner[i] == pager->inner) {
-            use_own_type(pager);
-        }
+        twice |= group->inner[i] == pager->inner;
     }
+    if (twice && !pager->inner_is_cpu) {
+        return tsg_fail(TSG_E_ARGUMENT, "%s cannot be two devices of one model", ggml_backend_dev_name(pager->inner));
+    }
+    if (twice) {
+        use_own_type(pager, group->n_members);
+    }
+    snprintf(pager->buft_name, sizeof(pager->buft_name), "Experts %d", group->n_members);  // the loader tells buffer types apart by name
     group->inner[group->n_members++] = pager->inner;
     atomic_fetch_add(&group->refs, 1);
     pager->group = group;

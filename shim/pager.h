@@ -106,7 +106,9 @@ struct tsg_pager {
     struct ggml_backend_device      device;
     struct ggml_backend_reg         reg;
     struct ggml_backend_buffer_type buft;
+    char                            buft_name[32];
     struct ggml_backend_buffer_type inner_buft;  // the inner device's, as ours, if is_second
+    char                            inner_name[64];
     ggml_backend_buffer_type_t      offered[2];  // buft, for the loader of a model on several devices
     ggml_backend_dev_t              inner;
     bool                            inner_is_cpu;

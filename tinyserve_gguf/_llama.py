@@ -161,11 +161,13 @@ def device_handles() -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Where a model's layers and experts go: a device, and a buffer type for the tensors whose name matches the pattern."""
+    """Where a model's layers and experts go: a device or several, and a buffer type for the tensors whose name matches the pattern."""
 
     device: int  # ggml_backend_dev_t
     pattern: str = ""  # regular expression over tensor names; empty = no override
     buffer_type: int = 0  # ggml_backend_buffer_type_t
+    others: tuple[int, ...] = ()  # more devices
+    split: tuple[float, ...] = ()  # tensor_split: the share of the layers that each gets; empty = llama.cpp goes by free memory
 
 
 class _Override(ctypes.Structure):
@@ -174,8 +176,13 @@ class _Override(ctypes.Structure):
 
 def loader_params(params: Any, offload: Offload | None) -> list[object]:
     """Name devices and buffer types in a llama_model_params; `None` is the CPU alone. Returns what must live until the model is loaded."""
-    devices = (ctypes.c_void_p * 2)(offload.device if offload else None, None)
+    handles = (offload.device, *offload.others) if offload else ()
+    devices = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
     keep: list[object] = [devices]
+    if offload and offload.split:
+        split = (ctypes.c_float * C.llama_max_devices())(*offload.split)
+        keep.append(split)
+        params.tensor_split = split
     params.devices = ctypes.cast(devices, ctypes.c_void_p)
     if offload and offload.pattern:
         overrides = (_Override * 2)(_Override(offload.pattern.encode(), offload.buffer_type), _Override(None, None))

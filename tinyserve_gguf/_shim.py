@@ -93,6 +93,15 @@ class Device:
     memory_total: int
     is_cpu: bool
 
+    @property
+    def members(self) -> tuple[Device, ...]:
+        """The devices that it stands for: itself; see `devices.DeviceGroup`."""
+        return (self,)
+
+    def offload(self, split: tuple[float, ...] = ()) -> _llama.Offload | None:
+        """For llama.cpp alone, everything on this device. None on the CPU, where llama.cpp needs no device."""
+        return None if self.is_cpu else _llama.Offload(self.handle)
+
     def link_rate(self, size: int = 256 << 20, repeats: int = 8) -> float:
         """Measured host-to-device bandwidth, bytes per second; 0.0 if there is no memory to measure with."""
         return float(_lib.tsg_device_link_rate(_ffi.cast("void *", self.handle), size, repeats))
@@ -190,6 +199,10 @@ class Pager:
         if not self._handle:
             raise OptionError("the model is closed")
         return self._handle
+
+    def join(self, other: Pager) -> None:
+        """Be one of the pagers of a model on several devices, before `commit`. `other`: the first one, or one that has joined it."""
+        _check(_lib.tsg_pager_join(self._pager, other._pager))
 
     def add_file(self, path: Path) -> None:
         """The next shard. ModelFileError if it cannot be opened."""
