@@ -100,7 +100,7 @@ class Device:
 
     def offload(self, split: tuple[float, ...] = ()) -> _llama.Offload | None:
         """For llama.cpp alone, everything on this device. None on the CPU, where llama.cpp needs no device."""
-        return None if self.is_cpu else _llama.Offload(self.handle)
+        return None if self.is_cpu else _llama.Offload(self.handle, split=split)
 
     def link_rate(self, size: int = 256 << 20, repeats: int = 8) -> float:
         """Measured host-to-device bandwidth, bytes per second; 0.0 if there is no memory to measure with."""
@@ -186,6 +186,7 @@ class Pager:
         out = _ffi.new("struct tsg_pager **")
         _check(_lib.tsg_pager_new(_ffi.cast("void *", device.handle), POLICIES.index(policy), ENGINES.index(engine), out))
         self._handle: Any = out[0]
+        self._device = device.name
 
     def close(self) -> None:
         """Let go of the pager. Buffers and streams that llama.cpp still holds keep the rest alive."""
@@ -353,7 +354,15 @@ class Pager:
         """EngineError if slot maps or counters contradict each other."""
         _check(_lib.tsg_pager_check_integrity(self._pager))
 
+    def parts(self) -> list[tuple[str, Pager]]:
+        """The pagers of the devices of a model, by name; see `group.PagerGroup`."""
+        return [(self._device, self)]
+
     # one expert
+
+    def device_of(self, layer: int) -> str:  # noqa: ARG002 - one device holds them all
+        """The device that holds the layer's slots."""
+        return self._device
 
     def expert(self, layer: int, expert: int) -> ExpertState:
         out = _ffi.new("struct tsg_expert *")

@@ -56,15 +56,18 @@ def uses_flash(facts: ModelFacts, kv: KvOptions, device: Device) -> bool:
     attention = facts.attention
 
     def has_flash(key_length: int, value_length: int, keys: KvType, values: KvType) -> bool:
-        return _ops.has_flash_attention(
-            device.handle,
-            n_head=attention.n_head,
-            n_head_kv=attention.n_head_kv,
-            key_length=key_length,
-            value_length=value_length,
-            type_k=keys.type_id,
-            type_v=values.type_id,
-            mla=attention.is_mla,
+        return all(
+            _ops.has_flash_attention(
+                member.handle,
+                n_head=attention.n_head,
+                n_head_kv=attention.n_head_kv,
+                key_length=key_length,
+                value_length=value_length,
+                type_k=keys.type_id,
+                type_v=values.type_id,
+                mla=attention.is_mla,
+            )
+            for member in device.members
         )
 
     return check_kv(attention, kv, device.name, has_flash)
@@ -72,7 +75,11 @@ def uses_flash(facts: ModelFacts, kv: KvOptions, device: Device) -> bool:
 
 def plan_window(facts: ModelFacts, window: Window, kv: KvOptions, device: Device, *, can_shift: bool = True) -> tuple[Rolling, str]:
     """How a window is kept, and that in words. `can_shift`: what llama.cpp says. OptionError if it cannot be."""
-    reason = why_no_shift(facts.attention, kv.k, lambda kind, length: _ops.has_cast(device.handle, kind.type_id, length))
+
+    def has_cast(kind: KvType, length: int) -> bool:
+        return all(_ops.has_cast(member.handle, kind.type_id, length) for member in device.members)
+
+    reason = why_no_shift(facts.attention, kv.k, has_cast)
     return keep_window(facts.attention, window, reason or ("" if can_shift else "llama.cpp cannot move them in the cache of this model"))
 
 

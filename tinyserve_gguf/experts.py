@@ -111,6 +111,11 @@ class Expert:
         return self.facts.bytes_per_expert
 
     @property
+    def device(self) -> str:
+        """The device whose slots it goes to: that of its layer."""
+        return self.pager.device_of(self.index)
+
+    @property
     def state(self) -> ExpertState:
         return self.pager.expert(self.index, self.expert)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tinyserve_gguf import _shim  # loads llama.cpp, before numpy
-from tinyserve_gguf._shim import Counts, Device, Pager
-from tinyserve_gguf.plan import CacheSpec, Plan, replan, size
+from tinyserve_gguf._shim import Counts, Device, Pager  # loads llama.cpp, before numpy
+from tinyserve_gguf.devices import memory_free
+from tinyserve_gguf.plan import CacheSpec, Plan, size
+from tinyserve_gguf.split import replan_all
 from tinyserve_gguf.stats import hit_rate
 
 import numpy as np  # isort: skip
@@ -112,7 +113,7 @@ class Resized:
 
 def resize(pager: Pager, plan: Plan, expert_cache: str, device: Device) -> tuple[Plan, Resized]:
     """Give the pools of an open model another size. CapacityError with the arithmetic if it does not fit: nothing changed."""
-    new = replan(plan, CacheSpec.parse(expert_cache), _shim.memory_free(device))
+    new = replan_all(plan, CacheSpec.parse(expert_cache), memory_free(device))
     before = pager.stats().slots_total
     done = pager.resize([pool.n_slots for pool in new.pools])
     n_experts = sum(pool.group.n_experts for pool in new.pools)

@@ -17,16 +17,18 @@ from tinyserve_gguf.context import ContextPlan, ContextSpec, confirm, plan_conte
 from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, OptionError
 from tinyserve_gguf.experts import Experts
 from tinyserve_gguf.facts import read_facts
+from tinyserve_gguf.group import open_pagers
 from tinyserve_gguf.live import ExpertMap, Resized, read_map, resize
 from tinyserve_gguf.miss import MissOptions
 from tinyserve_gguf.miss_tuning import Tuning, start_misses
-from tinyserve_gguf.paging import EXPERT_PATTERN, Layers, open_pager
+from tinyserve_gguf.paging import EXPERT_PATTERN, Layers
 from tinyserve_gguf.placement import default_threads, plan_for
 from tinyserve_gguf.plan import Plan
 from tinyserve_gguf.progress import LoadProgress
 from tinyserve_gguf.sampling import Sampling
 from tinyserve_gguf.session import Session
-from tinyserve_gguf.stats import LayerTime, Stats
+from tinyserve_gguf.split import check_split_mode, shares_of
+from tinyserve_gguf.stats import LayerTime, Stats, parts_of
 from tinyserve_gguf.window import WindowCounts
 
 
@@ -41,6 +43,8 @@ def load(
     expert_cache: str = "auto",
     policy: str = "lfru",
     device: str = "auto",
+    tensor_split: Sequence[float] | None = None,
+    split_mode: str = "layer",
     n_ctx: int | None = None,
     window: int | None = None,
     sinks: int | None = None,
@@ -63,7 +67,10 @@ def load(
         path: the GGUF, or any shard of a split one.
         expert_cache: "auto", "all", a number of experts, a share such as "25%", or a size such as "6GiB".
         policy: which expert leaves: lfru, lru, slru, lfu or fifo.
-        device: ggml device, such as "CUDA0" or "CPU"; "auto" takes the GPU with the most free memory.
+        device: ggml device, such as "CUDA0" or "CPU", or several, "CUDA0,CUDA1": each gets a part of the layers, and slots for their experts. "auto"
+            takes the GPU with the most free memory, and all of them if one does not do.
+        tensor_split: with several devices, the share of the layers that each gets, such as (3, 1); by default what fits best.
+        split_mode: "layer". llama.cpp's "row" and "tensor" do not go with paging: OptionError.
         n_ctx: context in tokens, by default 4,096; 0 is what the model was trained with. Never more than that.
         window: instead of n_ctx: tokens that the context holds while the sequence goes on without end; the oldest leave.
         sinks: with a window, how many of the first tokens never leave; by default 4.
@@ -94,8 +101,9 @@ def load(
     misses = MissOptions(miss, miss_admit, miss_threads, miss_remember)
     if misses.uses_cpu and engine == "device":
         raise OptionError(f"the device engine fetches every miss: --miss {miss} needs --engine auto or host")
+    check_split_mode(split_mode)
     spec = ContextSpec.of(n_ctx, window, sinks, kv_type, kv_type_v, flash_attn)
-    plan, chosen = plan_for(read_facts(path), expert_cache=expert_cache, device=device, context=spec, n_ubatch=n_ubatch)
+    plan, chosen = plan_for(read_facts(path), expert_cache=expert_cache, device=device, tensor_split=tensor_split, context=spec, n_ubatch=n_ubatch)
     context = plan_context(plan.facts, spec, chosen, n_ubatch=plan.n_ubatch, n_threads=n_threads or default_threads())
     return Model(plan, chosen, policy, spec, context, engine=engine, link_gbps=link_gbps, misses=misses, progress=progress)
 
@@ -139,10 +147,10 @@ class Model:
 
     def _open(self, engine: str, link_gbps: float | None, misses: MissOptions, progress: Callable[[float], bool] | None) -> None:
         layers: Layers = {}
-        offload: Offload | None = None if self._device.is_cpu else Offload(self._device.handle)
+        offload: Offload | None = self._device.offload(shares_of(self.plan))
         stage = LoadProgress(progress)
         if self.facts.is_moe:
-            self._pager, layers = open_pager(self.plan, self._device, self.policy, engine, misses.threads)
+            self._pager, layers = open_pagers(self.plan, self._device, self.policy, engine, misses.threads)
             offload = self._pager.offload(EXPERT_PATTERN)
         try:
             self._native = NativeModel(str(self.facts.path), offload, progress=stage.part(0, 0.5 if self._pager else 1))
@@ -245,7 +253,7 @@ class Model:
     def stats(self) -> Stats:
         """Counters of the expert cache and of windows since the model was opened."""
         window = self._windows().since(self._windows_before) if self.context.rolling else None
-        return Stats(self._snapshot(), self.policy, self.plan.device.name, window)
+        return Stats(self._snapshot(), self.policy, self.plan.device.name, window, parts_of(self._pager))
 
     def reset_stats(self) -> None:
         self._windows_before = self._windows()

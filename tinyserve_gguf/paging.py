@@ -11,12 +11,14 @@ EXPERT_PATTERN = r"\.ffn_(gate|up|down|gate_up)_(ch)?exps\.weight"  # everything
 Layers = dict[tuple[int, str], tuple[int, ExpertLayer]]  # (block, family) -> (index in the pager, facts)
 
 
-def open_pager(plan: Plan, device: Device, policy: str, engine: str, cpu_threads: int | None) -> tuple[Pager, Layers]:
-    """A pager with its slots allocated, and its layers. `cpu_threads`: for misses that the CPU computes, None if it never does. CapacityError if the
-    slots do not fit."""
+def open_pager(plan: Plan, device: Device, policy: str, engine: str, cpu_threads: int | None, *, beside: Pager | None = None) -> tuple[Pager, Layers]:
+    """A pager with its slots allocated, and its layers. `cpu_threads`: for misses that the CPU computes, None if it never does. `beside`: the first
+    pager of the same model, which has another device. CapacityError if the slots do not fit."""
     layers: Layers = {}
     pager = Pager(device, policy, engine)
     try:
+        if beside:
+            pager.join(beside)
         for shard in plan.facts.shards:
             pager.add_file(shard)
         for pool in plan.pools:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
-from tinyserve_gguf._shim import Counts, PagerStats
+from tinyserve_gguf._shim import Counts, Pager, PagerStats
 from tinyserve_gguf.plan import size
 from tinyserve_gguf.window import WindowCounts
 
@@ -48,6 +48,7 @@ class Stats:
     policy: str
     device: str
     window: WindowCounts | None = None  # of all sessions; None without a window
+    parts: tuple[tuple[str, PagerStats], ...] = ()  # of each device, by name, where there are several
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -57,7 +58,8 @@ class Stats:
         pager = asdict(self.pager)
         for phase in ("prefill", "decode"):
             pager[phase]["hit_rate"] = hit_rate(getattr(self.pager, phase))
-        return {"device": self.device, "paged": True, "policy": self.policy, "window": window, **pager}
+        devices = {"devices": [_part(name, part) for name, part in self.parts]} if self.parts else {}
+        return {"device": self.device, "paged": True, "policy": self.policy, "window": window, **pager, **devices}
 
     def lines(self) -> list[str]:
         """The same for people."""
@@ -70,6 +72,10 @@ class Stats:
             f"{size(pager.host_bytes)} of experts",
             f"host pool: {pager.host}",
         ]
+        for name, part in self.parts:
+            rate, c = hit_rate(part.decode), part.decode
+            decode = "" if rate is None else f"; decode: hit rate {rate:.1%} of {c.lookups} lookups, {c.bytes_link / 1e6:.0f} MB over the link"
+            lines.append(f"{name}: {part.slots_used} of {part.slots_total} slots in use, {size(part.pool_bytes)}{decode}")
         for name, c in (("prefill", pager.prefill), ("decode", pager.decode)):
             rate = hit_rate(c)
             if rate is not None:
@@ -84,6 +90,19 @@ class Stats:
                 f"waited {n.wait_cpu_ns / 1e9:.2f} s for the CPU, {n.wait_device_ns / 1e9:.2f} s for {self.device}"
             )
         return lines + window
+
+
+def _part(name: str, stats: PagerStats) -> dict[str, Any]:
+    values = asdict(stats)
+    for phase in ("prefill", "decode"):
+        values[phase]["hit_rate"] = hit_rate(getattr(stats, phase))
+    return {"device": name, **values}
+
+
+def parts_of(pager: Pager | None) -> tuple[tuple[str, PagerStats], ...]:
+    """Counters of each device, if there are several."""
+    parts = pager.parts() if pager else []
+    return tuple((name, part.stats()) for name, part in parts) if len(parts) > 1 else ()
 
 
 @dataclass(frozen=True, slots=True)

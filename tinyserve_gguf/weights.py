@@ -6,16 +6,18 @@ from threading import Lock
 from typing import Any
 
 from tinyserve_gguf import _shim
-from tinyserve_gguf._llama import NativeModel, Offload, loader_params
+from tinyserve_gguf._llama import NativeModel, loader_params
 from tinyserve_gguf._shim import Device, Pager
 from tinyserve_gguf.choices import POLICIES
 from tinyserve_gguf.errors import CapacityError, OptionError
 from tinyserve_gguf.experts import Experts
+from tinyserve_gguf.group import open_pagers
 from tinyserve_gguf.miss import MissOptions
 from tinyserve_gguf.miss_tuning import Tuning, start_misses
-from tinyserve_gguf.paging import EXPERT_PATTERN, Layers, open_pager
+from tinyserve_gguf.paging import EXPERT_PATTERN, Layers
 from tinyserve_gguf.plan import Plan
-from tinyserve_gguf.stats import Stats
+from tinyserve_gguf.split import shares_of
+from tinyserve_gguf.stats import Stats, parts_of
 from tinyserve_gguf.window import WindowCounts
 
 
@@ -46,7 +48,7 @@ class Weights:
         self._keep: list[object] = []  # what the loader's parameters point at
         if plan.facts.is_moe:
             assert device
-            self.pager, self._layers = open_pager(plan, device, policy, "auto", misses.threads)
+            self.pager, self._layers = open_pagers(plan, device, policy, "auto", misses.threads)
 
     # ---- life ----
 
@@ -55,7 +57,7 @@ class Weights:
         if self.pager:
             self._keep += loader_params(params, self.pager.offload(EXPERT_PATTERN))
         elif self._device:
-            self._keep += loader_params(params, None if self._device.is_cpu else Offload(self._device.handle))
+            self._keep += loader_params(params, self._device.offload(shares_of(self.plan)))
 
     def adopt(self, model: Any) -> None:
         """Take over a llama_model that was loaded with the prepared parameters, and open the host pool."""
@@ -114,7 +116,8 @@ class Weights:
     def stats(self, *, windows: bool) -> Stats:
         """Counters since the model was opened; `windows`: those of windows too."""
         pager = self.pager.stats() if self.pager else None
-        return Stats(pager, self.policy, self.plan.device.name, self._all_windows().since(self._windows_before) if windows else None)
+        kept = self._all_windows().since(self._windows_before) if windows else None
+        return Stats(pager, self.policy, self.plan.device.name, kept, parts_of(self.pager))
 
     def reset_stats(self) -> None:
         self._windows_before = self._all_windows()

@@ -1,0 +1,132 @@
+"""Several devices that together run one model: what of a device is asked of all of them, and when `auto` takes several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tinyserve_gguf import _shim
+from tinyserve_gguf._llama import Offload
+from tinyserve_gguf._shim import Device
+from tinyserve_gguf.errors import CapacityError, OptionError
+from tinyserve_gguf.facts import ModelFacts
+from tinyserve_gguf.plan import CacheSpec, DeviceFacts, Plan
+from tinyserve_gguf.split import PlanPart, check_shares, plan_split
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGroup(Device):
+    """Devices in the order that the layers go to. Its name is their names, with commas; memory is the sum."""
+
+    devices: tuple[Device, ...]
+
+    @staticmethod
+    def of(devices: Sequence[Device]) -> DeviceGroup:
+        """OptionError for devices that cannot be together."""
+        names = [device.name for device in devices]
+        if len({device.is_cpu for device in devices}) > 1:
+            raise OptionError(
+                f"--device {','.join(names)}: layers are split over GPUs only; the CPU computes experts of a GPU's layers with --miss cpu or split"
+            )
+        for device in devices:
+            if names.count(device.name) > 1 and not device.is_cpu:
+                raise OptionError(f"--device {','.join(names)}: {device.name} is there twice")
+        return DeviceGroup(
+            handle=devices[0].handle,
+            name=",".join(names),
+            description=", ".join(dict.fromkeys(device.description for device in devices)),
+            memory_free=sum(device.memory_free for device in devices) // names.count(names[0]),
+            memory_total=sum(device.memory_total for device in devices) // names.count(names[0]),
+            is_cpu=devices[0].is_cpu,
+            devices=tuple(devices),
+        )
+
+    @property
+    def members(self) -> tuple[Device, ...]:
+        return self.devices
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Their names; numbered where the CPU plays several devices."""
+        names = [device.name for device in self.devices]
+        return tuple(name if names.count(name) == 1 else f"{name} {i}" for i, name in enumerate(names))
+
+    def offload(self, split: tuple[float, ...] = ()) -> Offload | None:
+        if self.is_cpu:
+            return None
+        first, *others = (device.handle for device in self.devices)
+        return Offload(first, others=tuple(others), split=split)
+
+    def link_rate(self, size: int = 256 << 20, repeats: int = 8) -> float:
+        """The slowest of them."""
+        return min(device.link_rate(size, repeats) for device in dict.fromkeys(self.devices))
+
+    def multiplies(self, type_id: int, ne0: int, ne1: int, n_expert: int, n_used: int) -> bool:
+        return all(device.multiplies(type_id, ne0, ne1, n_expert, n_used) for device in dict.fromkeys(self.devices))
+
+
+def memory_free(device: Device) -> list[int]:
+    """Bytes that are free now on each of its members. Where the CPU plays several, they have equal parts of its memory."""
+    handles = [member.handle for member in device.members]
+    return [_shim.memory_free(member) // handles.count(member.handle) for member in device.members]
+
+
+def plan_on(
+    facts: ModelFacts,
+    spec: CacheSpec,
+    device: Device,
+    plan_part: PlanPart,
+    *,
+    n_ubatch: int | None = None,
+    tensor_split: Sequence[float] | None = None,
+    reason: str = "",
+) -> Plan:
+    """The plan for one device, or for a DeviceGroup. Raises as `split.plan_split`."""
+    if not isinstance(device, DeviceGroup):
+        if tensor_split is not None:
+            raise OptionError(f"--tensor-split is for several devices, and here is {device.name}: name them, such as --device CUDA0,CUDA1")
+        return plan_part(facts, spec, DeviceFacts(device.name, device.memory_free, device.is_cpu), n_ubatch)
+    if device.is_cpu and not facts.is_moe:
+        raise OptionError(f"{facts.name} is dense: there is nothing to split over the CPU, use --device CPU")
+    times = {member.name: sum(member.name == other.name for other in device.members) for member in device.members}
+    each = [DeviceFacts(member.name, member.memory_free // times[member.name], member.is_cpu) for member in device.members]
+    shares = None if tensor_split is None else check_shares(tensor_split)
+    return plan_split(facts, spec, each, device.labels, plan_part, shares=shares, n_ubatch=n_ubatch, reason=reason)
+
+
+def plan_auto(
+    facts: ModelFacts,
+    spec: CacheSpec,
+    devices: Sequence[Device],
+    plan_part: PlanPart,
+    *,
+    check: Callable[[ModelFacts, Device], None],
+    n_ubatch: int | None = None,
+    tensor_split: Sequence[float] | None = None,
+) -> tuple[Plan, Device]:
+    """The GPU with the most free memory, or the CPU where there is none. All GPUs if one does not do: if the model does not fit there, if `auto`
+    leaves experts out that several have room for, or if a split was given. `check` raises for a device that cannot run the model."""
+    gpus = [device for device in devices if not device.is_cpu]
+    best = max(gpus, key=lambda device: device.memory_free) if gpus else next(device for device in devices if device.is_cpu)
+    several = DeviceGroup.of(gpus) if len(gpus) > 1 else None
+    if several is None or tensor_split is None:
+        check(facts, best)
+        try:
+            one = plan_on(facts, spec, best, plan_part, n_ubatch=n_ubatch, tensor_split=tensor_split)
+            why = f"{best.name} alone holds {one.share:.0%} of the experts" if one.pools else ""
+        except CapacityError as error:
+            if several is None:
+                raise
+            one, why = None, f"{best.name} alone does not do: {error}"
+        if several is None or (one and (spec.kind != "auto" or one.share >= 1 or not one.pools)):
+            assert one
+            return one, best
+    else:
+        one, why = None, ""
+    check(facts, several)
+    try:
+        return plan_on(facts, spec, several, plan_part, n_ubatch=n_ubatch, tensor_split=tensor_split, reason=f"auto: {why}" if why else ""), several
+    except CapacityError:
+        if one is None:
+            raise
+        return one, best
