@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from tinyserve_gguf.errors import ModelFileError as ModelFileError
     from tinyserve_gguf.errors import OptionError as OptionError
     from tinyserve_gguf.errors import TinyserveError as TinyserveError
+    from tinyserve_gguf.errors import UnknownOptionError as UnknownOptionError
     from tinyserve_gguf.facts import ModelFacts as ModelFacts
     from tinyserve_gguf.facts import read_facts as read_facts
+    from tinyserve_gguf.llama import Llama as Llama
     from tinyserve_gguf.model import Model as Model
     from tinyserve_gguf.model import load as load
     from tinyserve_gguf.sampling import Sampling as Sampling
@@ -43,8 +45,10 @@ _HOMES = {
         "ModelFileError",
         "OptionError",
         "TinyserveError",
+        "UnknownOptionError",
     ),
     "facts": ("ModelFacts", "read_facts"),
+    "llama": ("Llama",),
     "model": ("Model", "load"),
     "sampling": ("Sampling",),
     "session": ("Session",),
