@@ -32,8 +32,10 @@ class Reply:
         self.cancelled = threading.Event()
 
     def run(self, llama: ServedLlama) -> Json | None:
-        """None if it was streamed. Raises Cancelled soon after `cancelled` is set."""
-        prepared, choices, costs = self._prepared, [], []
+        """None if it was streamed. Raises GivenUpError soon after `cancelled` is set."""
+        prepared = self._prepared
+        choices: list[Json] = []
+        costs: list[Cost] = []
         seed = prepared.seed if prepared.seed >= 0 else secrets.randbelow(MAX_SEED + 1)
         for which, prompt in enumerate(prepared.prompts):
             of_prompt = Cost()
@@ -71,7 +73,7 @@ class Reply:
 
     def _grammar(self) -> Any:
         text = self._prepared.grammar
-        return None if text is None else _llama.Grammar.from_string(text)
+        return None if text is None else _llama.stock_grammars.LlamaGrammar.from_string(text)
 
     # ---- completions ----
 

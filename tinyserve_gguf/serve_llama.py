@@ -14,6 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from tinyserve_gguf._llama import C, NativeModel, explained, stock_formats  # before numpy
+
+# isort: split
 import numpy as np
 
 from tinyserve_gguf._shim import Counts
@@ -21,11 +24,13 @@ from tinyserve_gguf.llama import Llama
 from tinyserve_gguf.serve_reply import Choice, Json, Piece, ReplyText
 from tinyserve_gguf.stats import Stats, added, hit_rate
 
-
 _OF_THE_RUN = ("logprobs", "stopping_criteria", "seed", "logit_bias", "model")  # what create_completion is told, and the run knows better
 
 
-class Cancelled(Exception):
+POOLINGS = {"mean": C.LLAMA_POOLING_TYPE_MEAN, "last": C.LLAMA_POOLING_TYPE_LAST, "cls": C.LLAMA_POOLING_TYPE_CLS}
+
+
+class GivenUpError(Exception):
     """Nobody waits for the reply any more."""
 
 
@@ -96,7 +101,7 @@ class Run:
 
     def check(self) -> None:
         if self.cancelled.is_set():
-            raise Cancelled
+            raise GivenUpError
 
     def take(self) -> Piece:
         piece, self.ready = self.ready, Piece("")
@@ -125,16 +130,56 @@ class ServedLlama(Llama):
         if afresh:
             self.reset()
         self.run = run
-        before = self._counts()
+        before = self._phases()
         try:
             yield
         finally:
             self.run = None
-            now = self._counts()
+            now = self._phases()
             if before and now:
                 run.cost.prefill, run.cost.decode = (_since(after, then) for after, then in zip(now, before, strict=True))
 
-    def _counts(self) -> tuple[Counts, Counts] | None:
+    def embedding_context(self, pooling: str) -> ServedLlama:
+        """A context that gives embeddings of texts of up to `n_ubatch` tokens: one vector each, pooled as POOLINGS say. OptionError if it does not
+        fit."""
+        params = type(self.context_params).from_buffer_copy(self.context_params)
+        params.embeddings, params.pooling_type, params.kv_unified = True, POOLINGS[pooling], True
+        params.n_ctx = params.n_batch = params.n_ubatch
+        params.n_seq_max = min(params.n_batch, C.llama_max_parallel_sequences())
+        model = type(self).__new__(type(self))
+        model.__dict__.update(self.__dict__)  # the same weights, to be asked for a context that is not like its own
+        model.context_params, model.n_batch, model._rolling = params, params.n_batch, None
+        try:
+            made = model.new_context()
+        finally:
+            model._begin()  # it owns nothing
+        assert isinstance(made, ServedLlama)
+        made.run = None
+        return made
+
+    @property
+    def native(self) -> NativeModel:
+        return self._held.native
+
+    @property
+    def goes_on(self) -> bool:
+        """With a window: the context is never full."""
+        return self._rolling is not None
+
+    def chat_handler_named(self, name: str) -> Any:
+        """A handler of this file or one of llama-cpp-python's."""
+        return self._chat_handlers.get(name) or stock_formats.get_chat_completion_handler(name)
+
+    def grammar_error(self, text: str) -> str | None:
+        """Why llama.cpp cannot sample by this grammar; None if it can. llama-cpp-python would crash on one that it cannot."""
+        with explained() as cause:
+            sampler = C.llama_sampler_init_grammar(C.llama_model_get_vocab(self.native.handle), text.encode(), b"root")
+            if not sampler:
+                return cause()
+        C.llama_sampler_free(sampler)
+        return None
+
+    def _phases(self) -> tuple[Counts, Counts] | None:
         stats: Stats = self.stats()
         return (stats.pager.prefill, stats.pager.decode) if stats.pager else None
 
@@ -270,8 +315,8 @@ class ServedLlama(Llama):
     def too_long(self, n_prompt: int) -> str:
         """What to say of a prompt that does not fit."""
         return (
-            f"the prompt has {n_prompt} tokens, and the context holds {self._n_ctx} with at least one for the reply: shorten it, or start the server "
-            "with a larger -c, or with --window"
+            f"the prompt has {n_prompt} tokens, and the context holds {self.n_ctx()} with at least one for the reply: shorten it, or start the "
+            "server with a larger -c, or with --window"
         )
 
 

@@ -14,11 +14,12 @@ from tinyserve_gguf.stats import hit_rate
 
 
 class Metrics:
-    """One registry for one server. `paging` gives the counters of the expert cache, None for a dense model; `running` and `waiting` count requests."""
+    """One registry for one server. `paging` gives the counters of the expert cache, None for a dense model; the others count requests."""
 
     def __init__(self, paging: Callable[[], PagerStats | None], running: Callable[[], int], waiting: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         self._tokens = Counter("tinyserve_tokens", "Tokens computed.", ["phase"], registry=self.registry)
+        self._n_tokens = {"prefill": 0, "decode": 0}
         self._reused = Counter("tinyserve_prompt_tokens_reused", "Prompt tokens that were in the KV cache already.", registry=self.registry)
         self._seconds = Counter("tinyserve_seconds", "Time spent computing tokens.", ["phase"], registry=self.registry)
         self._speed = Gauge("tinyserve_tokens_per_second", "Of the last reply.", ["phase"], registry=self.registry)
@@ -28,6 +29,10 @@ class Metrics:
         Gauge("tinyserve_requests_running", "Replies being computed.", registry=self.registry).set_function(running)
         Gauge("tinyserve_queue_length", "Requests that wait for a context.", registry=self.registry).set_function(waiting)
         self.registry.register(_Paging(paging))
+
+    def tokens(self) -> dict[str, int]:
+        """Computed by replies that are over."""
+        return dict(self._n_tokens)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -40,9 +45,10 @@ class Metrics:
 
     def observe_cost(self, cost: Cost) -> None:
         """Of a reply, also of one that was given up."""
-        n_read = cost.prompt_tokens - cost.reused_tokens
+        n_read = max(0, cost.prompt_tokens - cost.reused_tokens)
         for phase, n, seconds in (("prefill", n_read, cost.prefill_seconds), ("decode", cost.reply_tokens, cost.decode_seconds)):
-            self._tokens.labels(phase).inc(max(0, n))
+            self._n_tokens[phase] += n
+            self._tokens.labels(phase).inc(n)
             self._seconds.labels(phase).inc(seconds)
             if seconds > 0 and n > 0:
                 self._speed.labels(phase).set(n / seconds)

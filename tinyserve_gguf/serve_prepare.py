@@ -61,7 +61,7 @@ class Prepared:
         return self.request.n or 1
 
 
-class _Captured(Exception):
+class _CapturedError(Exception):
     def __init__(self, prompt: str | list[int]) -> None:
         super().__init__()
         self.prompt = prompt
@@ -76,7 +76,7 @@ class _Probe:
         self.tokenize = llama.tokenize
 
     def create_completion(self, prompt: str | list[int], **_: Any) -> None:
-        raise _Captured(prompt)
+        raise _CapturedError(prompt)
 
 
 class Preparer:
@@ -94,7 +94,7 @@ class Preparer:
         grammar = self._grammar(request)
         try:
             handler(llama=_Probe(self._llama), **arguments)
-        except _Captured as captured:
+        except _CapturedError as captured:
             prompt = self._llama.prompt_tokens(captured.prompt)
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise RequestError(f"the chat template refuses these messages: {one_line(error)}", param="messages") from error
@@ -235,11 +235,11 @@ def _for_chatml(given: list[Message], messages: list[Json], *, with_tools: bool)
 def _schema_grammar(schema: Json | None, *, strict: bool, param: str) -> str:
     """A grammar for JSON, of this schema if there is one. `strict`: keywords that would be passed over are errors."""
     if schema is None:
-        return str(_llama.JSON_GRAMMAR)
+        return str(_llama.stock_grammars.JSON_GBNF)
     try:
         if strict and (unknown := sorted(_keywords(schema) & UNSUPPORTED)):
             raise RequestError(f"the JSON schema uses {', '.join(unknown)}, which a reply cannot be held to here: leave that out", param=param)
-        return str(_llama.schema_to_grammar(json.dumps(schema)))
+        return str(_llama.stock_grammars.json_schema_to_gbnf(json.dumps(schema)))
     except (ValueError, AssertionError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise RequestError(f"the JSON schema cannot be turned into a grammar: {one_line(error)}", param=param) from error
 
