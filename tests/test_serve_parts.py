@@ -10,7 +10,6 @@ import pytest
 from pydantic import ValidationError
 
 from tinyserve_gguf import Sampling
-from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.serve_prepare import UNSUPPORTED, _keywords, _schema_grammar
 from tinyserve_gguf.serve_queue import ClosingError, Dispatcher, QueueFullError
 from tinyserve_gguf.serve_reply import Choice, Piece, ReplyText
@@ -251,7 +250,3 @@ def test_a_schema_that_refers_to_itself_without_end_is_refused() -> None:
         schema = {"type": "object", "properties": {"a": schema}}
     with pytest.raises(RequestError, match="grammar"):
         _schema_grammar(schema, strict=True, param="x")
-
-
-def test_option_error_is_no_request_error() -> None:
-    assert not issubclass(RequestError, OptionError)
