@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tinyserve_gguf.llama import Llama as Llama
     from tinyserve_gguf.model import Model as Model
     from tinyserve_gguf.model import load as load
+    from tinyserve_gguf.offloading import offload as offload
     from tinyserve_gguf.sampling import Sampling as Sampling
     from tinyserve_gguf.session import Session as Session
     from tinyserve_gguf.stats import ReplyStats as ReplyStats
@@ -50,6 +51,7 @@ _HOMES = {
     "facts": ("ModelFacts", "read_facts"),
     "llama": ("Llama",),
     "model": ("Model", "load"),
+    "offloading": ("offload",),
     "sampling": ("Sampling",),
     "session": ("Session",),
     "stats": ("ReplyStats", "Stats"),
