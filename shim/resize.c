@@ -336,6 +336,9 @@ static enum tsg_status resize(struct tsg_pager * pager, const int64_t * n_slots,
     tsg_admit_settle(pager);
     tsg_resident_to_host(pager);
     tsg_engine_wait(pager);
+    if (pager->cuda) {
+        tsg_cuda_enter(pager->cuda);  // this thread may never have seen the device
+    }
     enum tsg_status status = plan_all(pager, n_slots, changes);
     status = status == TSG_OK ? page_on_host(pager, changes) : status;
     status = status == TSG_OK ? carry_out(pager, changes, out) : status;

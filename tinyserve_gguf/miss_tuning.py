@@ -63,3 +63,14 @@ class Tuning:
     def _chosen(self, choice: Choice) -> None:
         unwritten = remember(memory_path(), self._key, choice) if self._remembers else None
         self._notes += [unwritten] if unwritten else []
+
+
+def start_misses(pager: Pager, misses: MissOptions, facts: ModelFacts, device: Device, engine: str, link_gbps: float | None) -> Tuning | None:
+    """Let the misses of a pager that is ready be what was asked for; for auto that begins here."""
+    if not misses.uses_cpu:
+        return None
+    if misses.mode != "auto":
+        pager.set_miss(misses.resolve(lambda: link_gbps * 1e9 if link_gbps else device.link_rate()))
+    elif not pager.stats().all_resident:
+        return Tuning(pager, misses, facts, device, engine, link_gbps)
+    return None
