@@ -112,13 +112,18 @@ static enum tsg_status leave(struct tsg_pager * pager, enum tsg_status status) {
     return status;
 }
 
+// In graphs: a pool has `period` ticks in each, and the first step is tick 2.
+static uint64_t graph_of(const struct tsg_slots * slots, uint64_t tick) {
+    return tick > 1 ? 1 + (tick - 2) / slots->period : 0;
+}
+
 static struct tsg_expert describe(const struct tsg_slots * slots, int32_t id) {
     return (struct tsg_expert) {
         .slot     = slots->slot_of[id],
         .pinned   = slots->pinned[id],
         .hits     = slots->hits[id],
         .misses   = slots->misses[id],
-        .last_use = slots->use[id].last ? 1 + (slots->use[id].last - 2) / slots->period : 0,  // the first step is tick 2
+        .last_use = graph_of(slots, slots->use[id].last),
     };
 }
 
@@ -142,6 +147,37 @@ enum tsg_status tsg_expert_get_layer(struct tsg_pager * pager, int32_t layer, st
         out[e] = describe(&pager->pools[l->pool].slots, l->first + e);
     }
     return leave(pager, TSG_OK);
+}
+
+enum tsg_status tsg_pager_map(struct tsg_pager * pager, struct tsg_map * out, uint8_t * resident, uint64_t * hits, uint64_t * misses, uint64_t * last_use) {
+    if (!pager->committed) {
+        return tsg_fail(TSG_E_STATE, "the model is not loaded");
+    }
+    mtx_lock(&pager->lock);
+    tsg_resident_look(pager);
+    *out = (struct tsg_map) { .phase = { pager->counts[0], pager->counts[1] }, .all_resident = true };
+    tsg_resident_add_counts(pager, &out->phase[TSG_DECODE]);
+    for (int32_t i = 0; i < pager->n_pools; i++) {
+        const struct tsg_slots * slots = &pager->pools[i].slots;
+        const uint64_t           tick  = graph_of(slots, slots->clock);
+        out->tick          = tick > out->tick ? tick : out->tick;
+        out->slots_total  += slots->n_slots;
+        out->slots_used   += slots->n_used;
+        out->all_resident &= pager->pools[i].resident;
+    }
+    for (int32_t i = 0, at = 0; i < pager->n_layers; i++) {
+        const struct tsg_layer * layer = pager->layers[i];
+        const struct tsg_slots * slots = &pager->pools[layer->pool].slots;
+        for (int32_t e = 0; e < layer->n_expert; e++, at++) {
+            const struct tsg_expert x = describe(slots, layer->first + e);
+            resident[at]            = x.slot >= 0;
+            hits[at]                = x.hits;
+            misses[at]              = x.misses;
+            last_use[at]            = x.last_use;
+        }
+    }
+    mtx_unlock(&pager->lock);
+    return TSG_OK;
 }
 
 enum tsg_status tsg_expert_host(struct tsg_pager * pager, int32_t layer, int32_t expert, int32_t part, const void ** data, size_t * size) {

@@ -18,7 +18,7 @@ MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(
 
 # A module may import those of its own line and of the lines above it. `cli` stands for everything in that folder.
 LAYERS = (
-    ("errors", "choices", "progress"),
+    ("errors", "choices", "progress", "counters"),
     ("sampling", "window", "attention"),
     ("kv",),
     ("_llama", "_ggufio", "demo", "outfile"),
@@ -26,7 +26,7 @@ LAYERS = (
     ("plan", "micro", "check"),
     ("_shim",),
     ("experts", "miss", "miss_auto", "stats", "context"),
-    ("placement", "paging"),
+    ("placement", "paging", "live"),
     ("miss_memory",),
     ("miss_tuning",),
     ("session", "weights"),

@@ -36,6 +36,7 @@ import numpy.typing as npt
 from tinyserve_gguf.context import plan_window
 from tinyserve_gguf.errors import EngineError, ModelFileError, OptionError
 from tinyserve_gguf.experts import Experts
+from tinyserve_gguf.live import ExpertMap, Resized
 from tinyserve_gguf.llama_context import CLOSED, PagedContext
 from tinyserve_gguf.llama_options import Decision, PagedOptions, check_known, decide
 from tinyserve_gguf.plan import Plan
@@ -331,6 +332,14 @@ class Llama(StockLlama):  # type: ignore[misc]
     def stats(self) -> Stats:
         """Counters of the expert cache and of windows since the model was opened, of all contexts that share it."""
         return self._held.stats(windows=self._rolling is not None)
+
+    def expert_map(self) -> ExpertMap:
+        """Every expert at one moment; may be called several times a second while replies run. OptionError on a dense model."""
+        return self._held.expert_map()
+
+    def resize(self, expert_cache: str) -> Resized:
+        """Give the expert cache another size, as `Model.resize` does; for every context over the same weights."""
+        return self._held.resize(expert_cache)
 
     def reset_stats(self) -> None:
         self._held.reset_stats()
