@@ -69,7 +69,7 @@ function show(state) {
   by("moved").textContent = bytes(state.bytes_moved);
   by("evictions").textContent = state.evictions.toLocaleString("en");
   by("speed").replaceChildren(since && since.tokens > 0 ? since.tokens.toFixed(1) : "–", small(" tok/s"));
-  by("axes").textContent = `rows: ${state.layers.length} layers, columns: ${Math.max(...state.layers.map((layer) => layer.hits.length))} experts, ${state.n_used} a token`;
+  by("axes").textContent = `${state.layers.length} layers of ${Math.max(...state.layers.map((layer) => layer.hits.length))} experts, ${state.n_used} a token`;
   by("all-resident").hidden = !state.all_resident;
   if (!touched && document.activeElement !== by("share")) {
     by("share").value = share;

@@ -3,7 +3,7 @@ import { fit, theme } from "./map.js";
 
 const by = (id) => document.getElementById(id);
 const SPAN = 120; // seconds
-const LEFT = 34;
+const LEFT = 48;
 const BOTTOM = 14;
 
 export const bytes = (n) => {
@@ -122,7 +122,7 @@ export class Charts {
 
   drawLink(now) {
     const most = nice(Math.max(0, ...this.samples.map((sample) => sample.link)));
-    const { context, x, y } = this.frame("link-chart", now, [[0, "0"], [0.5, bytes(most / 2).replace(" ", "")], [1, bytes(most).replace(" ", "")]]);
+    const { context, x, y } = this.frame("link-chart", now, [[0, "0"], [0.5, bytes(most / 2)], [1, bytes(most)]]);
     context.fillStyle = theme("--decode");
     this.samples.forEach((sample, i) => {
       const from = x(this.samples[i - 1]?.at ?? sample.at - 0.5);

@@ -19,6 +19,8 @@ export function fit(canvas) {
 
 export const theme = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
+const plural = (n, one, many = `${one}s`) => `${n.toLocaleString("en")} ${n === 1 ? one : many}`;
+
 export class ExpertMap {
   constructor() {
     this.canvas = by("map");
@@ -87,7 +89,8 @@ export class ExpertMap {
     const { rows, x, y, cell } = this.layout();
     const { rows: values, most } = this.heat.values(this.kind);
     const gap = cell >= 5 ? 1 : 0;
-    const line = cell >= 9 ? 2 : 1;
+    const framed = cell >= 7;
+    const line = cell >= 5 ? 2 : 1;
     const outline = theme("--resident");
     this.map.layers.forEach((layer, l) => {
       const [top, bottom] = [y(l), y(l + 1) - gap];
@@ -98,13 +101,13 @@ export class ExpertMap {
         if (!layer.resident[e]) {
           return;
         }
-        if (cell >= 5) {
+        if (framed) {
           context.strokeStyle = outline;
-          context.lineWidth = line;
-          context.strokeRect(left + line / 2, top + line / 2, right - left - line, bottom - top - line);
+          context.lineWidth = 2;
+          context.strokeRect(left + 1, top + 1, right - left - 2, bottom - top - 2);
         } else { // too small for a frame: a line below
           context.fillStyle = outline;
-          context.fillRect(left, bottom - 1, right - left, 1);
+          context.fillRect(left, bottom - line, right - left, line);
         }
       });
     });
@@ -115,6 +118,7 @@ export class ExpertMap {
       context.lineWidth = 2;
       context.strokeRect(x(expert) - 1, y(layer) - 1, x(expert + 1) - x(expert) + 2 - gap, y(layer + 1) - y(layer) + 2 - gap);
     }
+    by("box").classList.toggle("line", !framed);
     by("cold").textContent = "not used";
     by("hot").textContent = this.kind === "total" ? `${most} uses` : "used now";
     const resident = this.map.slots;
@@ -128,7 +132,7 @@ export class ExpertMap {
     context.textBaseline = "middle";
     const step = Math.ceil(rows / Math.max(1, Math.floor(height / 14)));
     for (let l = 0; l < rows; l += step) {
-      context.fillText(this.map.layers[l].layer, MARGIN - 5, (y(l) + y(l + 1)) / 2);
+      context.fillText(this.map.layers[l].layer, MARGIN - 5, Math.max(6, (y(l) + y(l + 1)) / 2));
     }
   }
 
@@ -136,9 +140,9 @@ export class ExpertMap {
     const row = this.map.layers[layer];
     const ago = this.map.tick - row.last_use[expert];
     const name = row.family && row.family !== "exps" ? ` (${row.family})` : "";
-    const used = row.last_use[expert] ? `last used ${ago === 0 ? "by the last token" : `${ago} tokens ago`}` : "not used yet";
-    return `Layer ${row.layer}, expert ${expert}${name}\n${row.resident[expert] ? "resident" : "in host memory"}, ${row.hits[expert]} hits, ` +
-           `${row.misses[expert]} misses\n${used}`;
+    const used = row.last_use[expert] ? `last used ${ago === 0 ? "by the last token" : `${plural(ago, "token")} ago`}` : "not used yet";
+    return `Layer ${row.layer}, expert ${expert}${name}\n${row.resident[expert] ? "resident" : "in host memory"}, ` +
+           `${plural(row.hits[expert], "hit")}, ${plural(row.misses[expert], "miss", "misses")}\n${used}`;
   }
 
   point(cursor, aloud = false) {
