@@ -1,9 +1,11 @@
-"""The server as OpenAI's own client sees it, on the demo model: every feature, beside llama-cpp-python on the same file."""
+"""The server as OpenAI's own client sees it: every feature, beside llama-cpp-python on the same file.
+
+A tiny model says noise, or what a grammar wants."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import numpy as np
 import openai
 import pytest
 from serving import Server, serving
+
+ModelFile = Callable[..., Path]
 
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 SCHEMA = {
@@ -38,8 +42,13 @@ def says(text: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def server(demo_model: Path) -> Iterator[Server]:
-    with serving(demo_model, "--parallel", "2", "--expert-cache", "50%", "-c", "512", "--alias", "demo", "--temp", "0") as server:
+def tiny(model_file: ModelFile) -> Path:
+    return model_file("qwen3moe")
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Path) -> Iterator[Server]:
+    with serving(tiny, "--parallel", "2", "--expert-cache", "50%", "-c", "1024", "-t", "1", "--alias", "tiny", "--temp", "0") as server:
         yield server
 
 
@@ -50,9 +59,10 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def stock(demo_model: Path) -> Iterator[llama_cpp.Llama]:
-    # by itself it would take its own ChatML for this template, which begins with an empty system message
-    model = llama_cpp.Llama(str(demo_model), n_ctx=512, logits_all=True, verbose=False, chat_format="chat_template.default")
+def stock(tiny: Path) -> Iterator[llama_cpp.Llama]:
+    # by itself it would take its own ChatML for such templates, which begins with an empty system message
+    options: Any = {"n_threads": 1, "n_threads_batch": 1, "flash_attn": True, "verbose": False}
+    model = llama_cpp.Llama(str(tiny), n_ctx=1024, logits_all=True, chat_format="chat_template.default", **options)
     yield model
     model.close()
 
@@ -68,27 +78,38 @@ def streamed(chunks: Any) -> tuple[str, list[Any]]:
 
 def test_a_reply_is_llama_cpp_pythons(client: openai.OpenAI, stock: llama_cpp.Llama) -> None:
     expected: Any = stock.create_chat_completion(QUESTION, temperature=0, max_tokens=24)
-    reply = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=24)
-    assert reply.choices[0].message.content == expected["choices"][0]["message"]["content"] == "The capital of France is Paris."
-    assert reply.choices[0].finish_reason == "stop"
-    assert reply.model == "demo"
-    usage = reply.usage
-    assert usage
-    assert (usage.prompt_tokens, usage.completion_tokens) == (expected["usage"]["prompt_tokens"], expected["usage"]["completion_tokens"])
+    reply = client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=24)
+    assert reply.choices[0].message.content == expected["choices"][0]["message"]["content"] != ""
+    assert reply.choices[0].finish_reason == expected["choices"][0]["finish_reason"] == "length"
+    assert reply.model == "tiny"
+    usage: Any = reply.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (expected["usage"]["prompt_tokens"], 24)
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-    paging: Any = usage.model_extra and usage.model_extra["tinyserve"]
-    assert 0 < paging["hit_rate"] <= 1
-    assert paging["mb_per_token"] >= 0
+    paging = usage.model_extra["tinyserve"]
+    assert 0 < paging["hit_rate"] < 1
+    assert paging["mb_per_token"] > 0
+
+
+def test_the_demo_model(demo_model: Path) -> None:
+    """It ends by itself, and knows something."""
+    with serving(demo_model, "--expert-cache", "25%", "-c", "512", "--temp", "0", key=None) as server, server.client() as client:
+        name = client.models.list().data[0].id
+        text, chunks = streamed(client.chat.completions.create(model=name, messages=QUESTION, stream=True))
+        assert text == "The capital of France is Paris."
+        assert chunks[-1].choices[0].finish_reason == "stop"
+        texts = ["The cat sat on the mat.", "A cat sits on a rug.", "Interest rates rose again."]
+        cats, cat, rates = (np.array(one.embedding) for one in client.embeddings.create(model=name, input=texts).data)
+        assert cats @ cat > cats @ rates
 
 
 def test_a_stream_is_the_reply_in_parts(client: openai.OpenAI) -> None:
-    ask: Any = {"model": "demo", "messages": QUESTION, "max_tokens": 24, "seed": 1}
+    ask: Any = {"model": "tiny", "messages": QUESTION, "max_tokens": 24, "seed": 1}
     whole = client.chat.completions.create(**ask)
     text, chunks = streamed(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
     assert text == whole.choices[0].message.content
     assert len(chunks) > 6
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices] == [None] * (len(chunks) - 2) + ["stop"]
+    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices] == [None] * (len(chunks) - 2) + ["length"]
     assert len({chunk.id for chunk in chunks}) == 1
     assert not chunks[-1].choices
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens  # type: ignore[union-attr]
@@ -99,7 +120,7 @@ def test_a_stream_is_the_reply_in_parts(client: openai.OpenAI) -> None:
 
 
 def test_a_seed_gives_the_same_reply_and_its_choices_are_those_of_the_next_seeds(client: openai.OpenAI) -> None:
-    ask: Any = {"model": "demo", "messages": QUESTION, "max_tokens": 12, "temperature": 1.5}
+    ask: Any = {"model": "tiny", "messages": QUESTION, "max_tokens": 12, "temperature": 1.5}
     several = client.chat.completions.create(**ask, seed=7, n=3)
     alone = [client.chat.completions.create(**ask, seed=seed) for seed in (7, 8, 9)]
     texts = [reply.choices[0].message.content for reply in alone]
@@ -117,7 +138,7 @@ def test_a_seed_gives_the_same_reply_and_its_choices_are_those_of_the_next_seeds
 
 
 def test_without_a_seed_replies_differ_and_the_prompt_is_not_read_again(client: openai.OpenAI) -> None:
-    ask: Any = {"model": "demo", "messages": [*QUESTION, {"role": "assistant", "content": "Hm."}, *QUESTION], "max_tokens": 12, "temperature": 2.0}
+    ask: Any = {"model": "tiny", "messages": [*QUESTION, {"role": "assistant", "content": "Hm."}, *QUESTION], "max_tokens": 12, "temperature": 2.0}
     replies = [client.chat.completions.create(**ask) for _ in range(4)]
     assert len({reply.choices[0].message.content for reply in replies}) > 1
     reused = [reply.usage.prompt_tokens_details.cached_tokens for reply in replies]  # type: ignore[union-attr]
@@ -127,12 +148,14 @@ def test_without_a_seed_replies_differ_and_the_prompt_is_not_read_again(client: 
 
 
 def test_stop_strings(client: openai.OpenAI) -> None:
-    ask: Any = {"model": "demo", "messages": QUESTION, "max_tokens": 24, "seed": 1}
-    for stop in (" is", ["nothing", "of Fr"]):
-        expected = "The capital of France is Paris.".partition(stop if isinstance(stop, str) else stop[1])[0]
+    ask: Any = {"model": "tiny", "messages": QUESTION, "max_tokens": 60, "extra_body": says("The capital of France is Paris.")}
+    for stop, expected in ((" is", "The capital of France"), (["nothing", "of Fr"], "The capital "), ("T", "")):
         reply = client.chat.completions.create(**ask, stop=stop)
         assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (expected, "stop")
+        assert reply.usage
+        assert reply.usage.completion_tokens <= len(expected) + 5  # it ends there
         assert streamed(client.chat.completions.create(**ask, stop=stop, stream=True))[0] == expected
+    assert client.chat.completions.create(**ask, stop="Rome").choices[0].message.content == "The capital of France is Paris."
 
 
 # ---- characters -----------------------------------------------------------------------------------------------------------------------------
@@ -140,7 +163,7 @@ def test_stop_strings(client: openai.OpenAI) -> None:
 
 def test_characters_that_are_split_over_tokens_are_whole(client: openai.OpenAI, stock: llama_cpp.Llama) -> None:
     assert len(stock.tokenize(SAID.encode(), add_bos=False)) > len(SAID)
-    ask: Any = {"model": "demo", "messages": QUESTION, "max_tokens": 80, "extra_body": says(SAID)}
+    ask: Any = {"model": "tiny", "messages": QUESTION, "max_tokens": 80, "extra_body": says(SAID)}
     assert client.chat.completions.create(**ask).choices[0].message.content == SAID
     text, chunks = streamed(client.chat.completions.create(**ask, stream=True))
     assert text == SAID
@@ -153,14 +176,14 @@ def test_characters_that_are_split_over_tokens_are_whole(client: openai.OpenAI, 
 
 def test_what_was_held_back_for_a_stop_string_is_whole_too(client: openai.OpenAI) -> None:
     """llama-cpp-python sends the last held tokens one by one, and drops what is no character by itself."""
-    ask: Any = {"model": "demo", "messages": QUESTION, "max_tokens": 80, "stop": ["👩‍👩‍👧🙂"], "extra_body": says("好👩‍👩‍👧")}
+    ask: Any = {"model": "tiny", "messages": QUESTION, "max_tokens": 80, "stop": ["👩‍👩‍👧🙂"], "extra_body": says("好👩‍👩‍👧")}
     assert streamed(client.chat.completions.create(**ask, stream=True))[0] == "好👩‍👩‍👧"
     assert client.chat.completions.create(**ask).choices[0].message.content == "好👩‍👩‍👧"
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 def test_the_limit_holds_within_a_character(client: openai.OpenAI, n: int) -> None:
-    reply = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=n, extra_body=says("🙂🙂🙂🙂🙂"))
+    reply = client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=n, extra_body=says("🙂🙂🙂🙂🙂"))
     assert reply.usage and reply.usage.completion_tokens == n
     assert reply.choices[0].finish_reason == "length"
     assert set(reply.choices[0].message.content or "🙂") == {"🙂"}
@@ -171,33 +194,40 @@ def test_the_limit_holds_within_a_character(client: openai.OpenAI, n: int) -> No
 
 def test_json_schema(client: openai.OpenAI) -> None:
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
-    reply = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=60, response_format=wanted, temperature=1, seed=3)
+    reply = client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=60, response_format=wanted, temperature=1, seed=3)
     answer = json.loads(reply.choices[0].message.content or "")
     assert set(answer) == {"city", "sure"}
     assert answer["city"] in ("Paris", "Rome")
     assert isinstance(answer["sure"], bool)
     bare: Any = {"type": "json_object", "schema": SCHEMA}
-    again = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=60, response_format=bare, temperature=1, seed=3)
+    again = client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=60, response_format=bare, temperature=1, seed=3)
     assert again.choices[0].message.content == reply.choices[0].message.content
 
 
 def test_json_object(client: openai.OpenAI) -> None:
-    text = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=12, response_format={"type": "json_object"}, seed=1)
+    text = client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=12, response_format={"type": "json_object"}, seed=1)
     assert (text.choices[0].message.content or "").startswith("{")
 
 
 def test_a_bias_keeps_tokens_out(client: openai.OpenAI, stock: llama_cpp.Llama) -> None:
-    paris, the = stock.tokenize(b" Paris", add_bos=False), stock.tokenize(b"The", add_bos=False)
-    assert len(paris) == len(the) == 1
-    reply = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=24, logit_bias={str(the[0]): -100, str(paris[0]): -100})
-    assert reply.choices[0].message.content
-    assert "The capital" not in reply.choices[0].message.content
-    assert " Paris" not in reply.choices[0].message.content
+    ask: Any = {"model": "tiny", "messages": QUESTION, "max_tokens": 8, "logprobs": True, "top_logprobs": 2, "seed": 1}
+
+    def tokens(**changes: Any) -> list[bytes]:
+        shown = client.chat.completions.create(**ask, **changes).choices[0].logprobs
+        assert shown
+        return [bytes(token.bytes or ()) for token in shown.content or ()]
+
+    first = tokens()[0]
+    token = stock.tokenize(first, add_bos=False)
+    assert len(token) == 1
+    others = tokens(logit_bias={str(token[0]): -100})
+    assert first not in others
+    assert tokens(logit_bias={str(stock.tokenize(others[0], add_bos=False)[0]): -100})[0] == first
 
 
 def test_llama_cpps_samplers(client: openai.OpenAI) -> None:
-    ask: Any = {"model": "demo", "messages": QUESTION, "max_tokens": 16, "temperature": 5.0, "seed": 4}
-    greedy = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=16).choices[0].message.content
+    ask: Any = {"model": "tiny", "messages": QUESTION, "max_tokens": 16, "temperature": 5.0, "seed": 4}
+    greedy = client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=16).choices[0].message.content
     for extra in ({"top_k": 1}, {"min_p": 1.0}):
         assert client.chat.completions.create(**ask, extra_body=extra).choices[0].message.content == greedy
     loose = client.chat.completions.create(**ask, extra_body={"top_k": 0, "min_p": 0.0}, top_p=1).choices[0].message.content
@@ -209,7 +239,7 @@ def test_llama_cpps_samplers(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("choice", [{"type": "function", "function": {"name": "weather"}}, "required"])
 def test_a_tool_that_must_be_called(client: openai.OpenAI, choice: Any) -> None:
-    ask: Any = {"model": "demo", "messages": QUESTION, "max_tokens": 40, "tools": [LOOK], "tool_choice": choice, "seed": 2}
+    ask: Any = {"model": "tiny", "messages": QUESTION, "max_tokens": 40, "tools": [LOOK], "tool_choice": choice, "seed": 2}
     reply = client.chat.completions.create(**ask).choices[0]
     assert reply.finish_reason == "tool_calls"
     assert reply.message.content is None
@@ -226,28 +256,34 @@ def test_a_tool_that_must_be_called(client: openai.OpenAI, choice: Any) -> None:
 
 def test_a_call_that_is_cut_off_says_so(client: openai.OpenAI) -> None:
     named: Any = {"type": "function", "function": {"name": "weather"}}
-    reply = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=2, tools=[LOOK], tool_choice=named)
+    reply = client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=2, tools=[LOOK], tool_choice=named)
     assert reply.choices[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_model_may_choose_a_tool_or_answer(client: openai.OpenAI, stream: bool) -> None:
-    """Its choice is held to the names there are; what a small model chooses is its own affair."""
-    ask: Any = {"model": "demo", "messages": QUESTION, "max_tokens": 60, "tools": [LOOK, CLOCK], "seed": 5}
+@pytest.mark.parametrize("choice", ["functions", "message"])
+def test_the_model_may_choose_a_tool_or_answer(client: openai.OpenAI, stock: llama_cpp.Llama, choice: str) -> None:
+    """Its first token decides, which a bias turns here. Calls are held to the names and arguments there are."""
+    letter = {"functions": b"m", "message": b"f"}[choice]  # the one that it does not begin with
+    bias = {str(token): -100 for token in range(stock.n_vocab()) if stock.detokenize([token])[:1] == letter}
+    ask: Any = {"model": "tiny", "messages": QUESTION, "max_tokens": 60, "tools": [LOOK, CLOCK], "seed": 5, "logit_bias": bias}
     whole = client.chat.completions.create(**ask)
     message, finish = whole.choices[0].message, whole.choices[0].finish_reason
-    if stream:
-        chunks = list(client.chat.completions.create(**ask, stream=True))
-        calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == (message.content or "")
-        assert [call.function.name for call in calls if call.function] == [call.function.name for call in message.tool_calls or ()]  # type: ignore[union-attr]
-        assert chunks[-1].choices[0].finish_reason == finish
-        return
-    assert finish in ("tool_calls", "stop", "length")
-    assert bool(message.tool_calls) != bool(message.content)
-    for call in message.tool_calls or ():
-        assert call.function.name in ("weather", "clock")  # type: ignore[union-attr]
-    assert whole.usage and whole.usage.completion_tokens <= 60
+    calls: list[Any] = list(message.tool_calls or ())
+    assert bool(calls) == (choice == "functions")
+    assert bool(message.content) == (choice == "message")
+    assert whole.usage
+    assert whole.usage.completion_tokens <= 60
+    for number, call in enumerate(calls):
+        assert call.function.name in ("weather", "clock")
+        if number < len(calls) - 1 or finish == "tool_calls":
+            assert set(json.loads(call.function.arguments)) <= {"city"}
+    chunks = list(client.chat.completions.create(**ask, stream=True))
+    parts: list[Any] = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == (message.content or "")
+    assert [(part.index, part.function.name, part.function.arguments) for part in parts] == [
+        (number, call.function.name, call.function.arguments) for number, call in enumerate(calls)
+    ]
+    assert chunks[-1].choices[0].finish_reason == finish
 
 
 def test_the_result_of_a_tool_is_read(client: openai.OpenAI) -> None:
@@ -256,7 +292,7 @@ def test_the_result_of_a_tool_is_read(client: openai.OpenAI) -> None:
     results: Any = [[{"role": "tool", "tool_call_id": "call_1", "content": text}] for text in ("sun", "rain, and a very strong wind from the sea")]
     for choice in ("auto", "none"):
         counts = [
-            client.chat.completions.create(model="demo", messages=said + result, tools=[LOOK], tool_choice=choice, max_tokens=1).usage
+            client.chat.completions.create(model="tiny", messages=said + result, tools=[LOOK], tool_choice=choice, max_tokens=1).usage
             for result in results
         ]
         assert counts[1].prompt_tokens > counts[0].prompt_tokens + 4  # type: ignore[union-attr]
@@ -266,21 +302,21 @@ def test_the_result_of_a_tool_is_read(client: openai.OpenAI) -> None:
 
 
 def test_logprobs_are_those_of_llama_cpp(client: openai.OpenAI, stock: llama_cpp.Llama) -> None:
-    reply = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=5, logprobs=True, top_logprobs=3, seed=1)
+    reply = client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=5, logprobs=True, top_logprobs=3, seed=1)
     assert reply.choices[0].logprobs and reply.choices[0].logprobs.content
     tokens = reply.choices[0].logprobs.content
-    assert "".join(token.token for token in tokens) == reply.choices[0].message.content
+    assert b"".join(bytes(token.bytes or ()) for token in tokens).decode("utf-8", "ignore") == reply.choices[0].message.content
     expected: Any = stock.create_chat_completion(QUESTION, temperature=0, max_tokens=5, logprobs=True, top_logprobs=3)
     for ours, theirs in zip(tokens, expected["choices"][0]["logprobs"]["content"], strict=True):
-        assert ours.token == theirs["token"]
-        assert ours.logprob == pytest.approx(theirs["logprob"], abs=0.05)
+        assert bytes(ours.bytes or ()).decode("utf-8", "ignore") == theirs["token"]
+        assert ours.logprob == pytest.approx(theirs["logprob"], abs=1e-3)
         assert [top.logprob for top in ours.top_logprobs] == sorted((top.logprob for top in ours.top_logprobs), reverse=True)
         assert next(top.token for top in ours.top_logprobs) == ours.token  # it is greedy
         assert len(ours.top_logprobs) == 3
 
 
 def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
-    reply = client.completions.create(model="demo", prompt="The capital of France is", max_tokens=4, logprobs=2, seed=1)
+    reply = client.completions.create(model="tiny", prompt="The capital of France is", max_tokens=4, logprobs=2, seed=1)
     shown: Any = reply.choices[0].logprobs
     assert "".join(shown.tokens) == reply.choices[0].text
     assert [top[token] for top, token in zip(shown.top_logprobs, shown.tokens, strict=True)] == shown.token_logprobs
@@ -294,55 +330,53 @@ def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
 def test_completions(client: openai.OpenAI, stock: llama_cpp.Llama) -> None:
     prompt = "The capital of Italy is"
     expected: Any = stock.create_completion(prompt, temperature=0, max_tokens=16)
-    reply = client.completions.create(model="demo", prompt=prompt)
+    reply = client.completions.create(model="tiny", prompt=prompt)
     assert reply.choices[0].text == expected["choices"][0]["text"]
     assert reply.usage and reply.usage.completion_tokens == expected["usage"]["completion_tokens"] <= 16
-    chunks = list(client.completions.create(model="demo", prompt=prompt, stream=True, echo=True))
+    chunks = list(client.completions.create(model="tiny", prompt=prompt, stream=True, echo=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == prompt + reply.choices[0].text
-    assert client.completions.create(model="demo", prompt=prompt, echo=True).choices[0].text == prompt + reply.choices[0].text
+    assert client.completions.create(model="tiny", prompt=prompt, echo=True).choices[0].text == prompt + reply.choices[0].text
     tokens = stock.tokenize(prompt.encode())
-    assert client.completions.create(model="demo", prompt=tokens).choices[0].text == reply.choices[0].text
-    several = client.completions.create(model="demo", prompt=[prompt, "Once upon a"], n=2, max_tokens=4)
+    assert client.completions.create(model="tiny", prompt=tokens).choices[0].text == reply.choices[0].text
+    several = client.completions.create(model="tiny", prompt=[prompt, "Once upon a"], n=2, max_tokens=4)
     assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
-    assert several.choices[0].text == several.choices[1].text == client.completions.create(model="demo", prompt=prompt, max_tokens=4).choices[0].text
+    assert several.choices[0].text == several.choices[1].text == client.completions.create(model="tiny", prompt=prompt, max_tokens=4).choices[0].text
     assert several.usage and several.usage.prompt_tokens == len(tokens) + len(stock.tokenize(b"Once upon a"))
 
 
 # ---- embeddings -----------------------------------------------------------------------------------------------------------------------------
 
 
-def test_embeddings(client: openai.OpenAI, demo_model: Path) -> None:
+def test_embeddings(client: openai.OpenAI, tiny: Path) -> None:
     texts = ["The cat sat on the mat.", "A cat sits on a rug.", "Interest rates rose again."]
-    reply = client.embeddings.create(model="demo", input=texts)  # base64, where numpy is installed
-    plain = client.embeddings.create(model="demo", input=texts, encoding_format="float")
+    reply = client.embeddings.create(model="tiny", input=texts)  # base64, where numpy is installed
+    plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
     vectors = np.array([one.embedding for one in reply.data])
     assert np.allclose(vectors, np.array([one.embedding for one in plain.data]), atol=1e-6)
     assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
-    embedder = llama_cpp.Llama(str(demo_model), n_ctx=512, embedding=True, pooling_type=llama_cpp.LLAMA_POOLING_TYPE_MEAN, verbose=False)
+    embedder = llama_cpp.Llama(str(tiny), n_ctx=512, embedding=True, pooling_type=llama_cpp.LLAMA_POOLING_TYPE_MEAN, flash_attn=True, verbose=False)
     expected = np.array(embedder.embed(texts, normalize=True))
     embedder.close()
-    assert np.allclose((vectors * expected).sum(axis=1), 1, atol=1e-2)
-    assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2]
-    alone = client.embeddings.create(model="demo", input=texts[2])
-    assert np.allclose(alone.data[0].embedding, vectors[2], atol=1e-2)
-    assert reply.usage.prompt_tokens == reply.usage.total_tokens > 10
+    assert np.allclose(vectors, expected, atol=1e-3)
+    assert np.allclose(client.embeddings.create(model="tiny", input=texts[2]).data[0].embedding, vectors[2], atol=1e-3)
+    assert reply.usage.prompt_tokens == reply.usage.total_tokens > 30
 
 
 # ---- the rest -------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_models_and_health(server: Server, client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["demo"]
-    assert client.models.retrieve("demo").id == "demo"
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
     with server.http(headers={}) as http:
         assert http.get("/health").json() == {"status": "ok"}
 
 
 def test_metrics_count(server: Server, client: openai.OpenAI) -> None:
     before = server.metrics()
-    usage = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=6, seed=1).usage
+    usage = client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=6, seed=1).usage
     with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=0)
+        client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=0)
     after = server.metrics()
     assert usage
 
@@ -354,9 +388,9 @@ def test_metrics_count(server: Server, client: openai.OpenAI) -> None:
     assert grown('tinyserve_requests_total{path="/v1/chat/completions",status="200"}') == 1
     assert grown('tinyserve_errors_total{status="400"}') == 1
     hits, misses = (grown(f'tinyserve_expert_lookups_total{{phase="decode",result="{result}"}}') for result in ("hit", "miss"))
-    assert hits + misses == 30 * 2 * (usage.completion_tokens - 1)  # layers, top-2, and the first token is prefill's
+    assert hits + misses == 3 * 2 * (usage.completion_tokens - 1)  # layers, top-2, and the first token is prefill's
     assert 0 < after['tinyserve_expert_hit_rate{phase="decode"}'] < 1
     assert grown('tinyserve_link_bytes_total{phase="decode"}') > 0
-    assert (after['tinyserve_expert_slots{state="total"}'], after['tinyserve_expert_slots{state="resident"}']) == (120, 120)
+    assert (after['tinyserve_expert_slots{state="total"}'], after['tinyserve_expert_slots{state="resident"}']) == (12, 12)
     assert after['tinyserve_tokens_per_second{phase="decode"}'] > 0
     assert (after["tinyserve_queue_length"], after["tinyserve_requests_running"]) == (0, 0)

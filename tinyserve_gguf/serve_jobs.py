@@ -45,6 +45,7 @@ class Reply:
                     limit=prepared.limit,
                     logit_bias=prepared.logit_bias,
                     n_logprobs=prepared.n_logprobs,
+                    message_stops=None if prepared.streams else prepared.request.stops,
                     cancelled=self.cancelled,
                 )
                 index = which * prepared.n_choices + number

@@ -19,7 +19,7 @@ from tinyserve_gguf._llama import C, NativeModel, explained, stock_formats  # be
 # isort: split
 import numpy as np
 
-from tinyserve_gguf._shim import Counts
+from tinyserve_gguf.counters import Counts
 from tinyserve_gguf.llama import Llama
 from tinyserve_gguf.serve_reply import Choice, Json, Piece, ReplyText
 from tinyserve_gguf.stats import Stats, added, hit_rate
@@ -90,6 +90,7 @@ class Run:
     limit: int | None = None  # most tokens
     logit_bias: dict[int, float] | None = None
     n_logprobs: int | None = None
+    message_stops: list[str] | None = None  # while a handler lets the model choose between functions and a message: stop strings of the message
     cancelled: threading.Event = field(default_factory=threading.Event)
     cost: Cost = field(default_factory=Cost)
     finish: str = "length"  # why it ended
@@ -280,7 +281,10 @@ class ServedLlama(Llama):
         if self.run is None:
             return super().create_completion(prompt, stream=stream, stop=stop, max_tokens=max_tokens, **options)
         limits = [n for n in (self.run.rest, max_tokens) if n is not None and (n > 0 or n is self.run.rest)]
-        stops = [stop] if isinstance(stop, str) else stop or []
+        stops = [stop] if isinstance(stop, str) else list(stop or ())
+        if self.run.message_stops is not None and isinstance(prompt, str) and prompt.endswith("message:\n"):
+            options["grammar"] = None  # the handler leaves that of function names on, and no message could be written
+            stops += self.run.message_stops
         chunks = self._chunks(self.run, self.prompt_tokens(prompt), [text for text in stops if text], min(limits, default=None), options)
         return chunks if stream else self._joined(self.run, list(chunks))
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tinyserve_gguf._shim import PagerStats
+from tinyserve_gguf.counters import PagerStats
 from tinyserve_gguf.serve_llama import Cost
 from tinyserve_gguf.stats import hit_rate
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tinyserve_gguf._shim import PagerStats
+from tinyserve_gguf.counters import PagerStats
 from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.sampling import Sampling
 from tinyserve_gguf.serve_llama import ServedLlama
@@ -16,7 +16,6 @@ from tinyserve_gguf.serve_prepare import Preparer
 from tinyserve_gguf.serve_queue import Dispatcher
 from tinyserve_gguf.serve_reply import Json
 from tinyserve_gguf.serve_request import RequestError
-from tinyserve_gguf.stats import hit_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +27,7 @@ class ServeOptions:
     n_parallel: int = 1
     n_queue: int = 16
     max_body: int = 4 << 20  # bytes
+    expert_cache: str = "auto"  # as it was asked for
     pooling: str = "mean"
     chat_format: str | None = None
     sampling: Sampling = field(default_factory=Sampling)  # of requests that do not say
@@ -40,6 +40,7 @@ class Service:
         self._llama = llama
         self._options = options
         self._contexts = [llama]
+        self._expert_cache = options.expert_cache
         self._embedder: Dispatcher[ServedLlama] | None = None
         self._lock = threading.Lock()  # of the embedder, and of resizing
         self._created = int(time.time())
@@ -107,37 +108,19 @@ class Service:
         return self._llama.stats().pager
 
     def expert_map(self) -> Json:
-        """Where every expert is, and how it was used. RequestError for a dense model."""
-        paging = self._paging()
-        if paging is None:
-            raise RequestError("this model is dense: it has no experts", status=404)
-        states = self._llama.experts.states()
-        layers = [
-            {
-                "layer": block,
-                "resident": [int(state.slot >= 0 or paging.all_resident) for state in experts],
-                "hits": [state.hits for state in experts],
-                "last_use": [state.last_use for state in experts],
-            }
-            for (block, _), experts in sorted(states.items())
-        ]
+        """Every expert at one moment, and what was counted. RequestError for a dense model."""
         facts = self._llama.plan.facts
-        return {
-            "n_expert": facts.n_expert,
-            "n_used": facts.n_used,
-            "tick": max((state.last_use for experts in states.values() for state in experts), default=0),
-            "layers": layers,
-            "slots": {"total": paging.slots_total, "resident": paging.slots_used},
-            "hit_rate": {"prefill": hit_rate(paging.prefill), "decode": hit_rate(paging.decode)},
-            "bytes_moved": paging.prefill.bytes_link + paging.decode.bytes_link,
-            "evictions": paging.prefill.evictions + paging.decode.evictions,
-            "expert_cache": "",
-            "tokens": self.metrics.tokens(),
-        }
+        if not self._llama.is_paged:
+            raise RequestError(f"{facts.name} is dense: it has no experts", status=404)
+        shown = {"n_expert": facts.n_expert, "n_used": facts.n_used, "expert_cache": self._expert_cache, "tokens": self.metrics.tokens()}
+        return shown | self._llama.expert_map().as_dict()
 
     def resize(self, expert_cache: str) -> Json:
         """Change the size of the expert cache while replies run. OptionError or CapacityError, changing nothing, if that cannot be."""
-        raise OptionError(f"not yet: {expert_cache}")
+        with self._lock:
+            done = self._llama.resize(expert_cache)
+            self._expert_cache = expert_cache
+            return {"expert_cache": expert_cache, "slots": done.slots, "lines": [done.line(), *self._llama.plan.lines()[1:]]}
 
     # ---- life ----
 

@@ -89,6 +89,7 @@ def serve(
             n_parallel=n_parallel,
             n_queue=n_queue,
             max_body=max_body,
+            expert_cache=options["expert_cache"],
             pooling=pooling,
             chat_format=chat_format,
             sampling=sampling,
