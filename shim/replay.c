@@ -302,6 +302,9 @@ void tsg_resident_engine_wait(struct tsg_engine * e) {
 
 void tsg_resident_engine_forget(struct tsg_engine * e) {
     const struct tsg_resident * r = e->pager->resident;
+    if (r) {
+        tsg_cuda_enter(r->cuda);
+    }
     for (int i = 0; i < TSG_MAX_REPLAYS; i++) {
         if (r && e->replays[i].exec) {
             r->cuda->exec_destroy(e->replays[i].exec);

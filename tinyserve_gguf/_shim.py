@@ -335,7 +335,7 @@ class Pager:
         _check(_lib.tsg_pager_set_policy(self._pager, POLICIES.index(policy)))
 
     def resize(self, n_slots: Sequence[int]) -> ResizeCounts:
-        """Another number of slots for every pool, in the order of `add_pool`. CapacityError, OptionError or EngineError if that cannot be: nothing changed."""
+        """Another number of slots for every pool, in the order of `add_pool`. CapacityError, OptionError or EngineError: nothing changed."""
         out = _ffi.new("struct tsg_resized *")
         _check(_lib.tsg_pager_resize(self._pager, list(n_slots), out))
         return ResizeCounts(out.kept, out.evicted, out.loaded, out.beside, out.bytes_link)
@@ -347,8 +347,8 @@ class Pager:
         hits, misses, last_use = (bytearray(8 * n_experts) for _ in range(3))
         arrays = [_ffi.from_buffer("uint8_t[]", resident), *(_ffi.from_buffer("uint64_t[]", array) for array in (hits, misses, last_use))]
         _check(_lib.tsg_pager_map(self._pager, out, *arrays))
-        phases = [Counts(*_numbers(out.phase[phase], Counts)) for phase in (_lib.TSG_PREFILL, _lib.TSG_DECODE)]
-        return ExpertArrays(out.tick, out.slots_total, out.slots_used, out.all_resident, *phases, resident, hits, misses, last_use)
+        prefill, decode = (Counts(*_numbers(out.phase[phase], Counts)) for phase in (_lib.TSG_PREFILL, _lib.TSG_DECODE))
+        return ExpertArrays(out.tick, out.slots_total, out.slots_used, out.all_resident, prefill, decode, resident, hits, misses, last_use)
 
     def check_integrity(self) -> None:
         """EngineError if slot maps or counters contradict each other."""

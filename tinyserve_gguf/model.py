@@ -166,9 +166,8 @@ class Model:
             self._experts = Experts(self._pager, layers)
             if link_gbps is not None:
                 self._pager.set_link(link_gbps * 1e9)
-            self._tuning = start_misses(self._pager, misses, self.facts, self._device, engine, link_gbps)
-            if misses.mode == "auto":
-                self._tune = partial(start_misses, self._pager, misses, self.facts, self._device, engine, link_gbps)
+            tune = partial(start_misses, self._pager, misses, self.facts, self._device, engine, link_gbps)
+            self._tuning, self._tune = tune(), tune if misses.mode == "auto" else None
         elif link_gbps is not None or engine != "auto" or misses.uses_cpu:
             raise OptionError(f"{self.facts.name} is dense: there is no expert engine to choose, no link to slow down and no expert to miss")
 
@@ -204,15 +203,11 @@ class Model:
         return self._pager is not None
 
     @property
-    def _paging(self) -> Pager:
-        if self._pager is None:
-            raise OptionError(f"{self.facts.name} is dense or closed: it has no experts")
-        return self._pager
-
-    @property
     def experts(self) -> Experts:
         """`experts[layer, expert]`. OptionError on a dense model."""
-        return self._paging and self._experts
+        if self._pager is None:
+            raise OptionError(f"{self.facts.name} is dense or closed: it has no experts")
+        return self._experts
 
     @property
     def engine(self) -> str:
@@ -295,16 +290,16 @@ class Model:
             self._pager.set_policy(policy)
 
     def expert_map(self) -> ExpertMap:
-        """Every expert at one moment: resident, hits, last use. May be called several times a second while replies run. OptionError on a dense model."""
-        return read_map(self._paging, self.plan)
+        """Every expert at one moment: resident, hits, last use. May be asked several times a second while replies run. OptionError if dense."""
+        return read_map(self.experts.pager, self.plan)
 
     def resize(self, expert_cache: str) -> Resized:
         """Give the expert cache another size, as in `load`, while the model is in use; replies go on, with the same logits. Experts that are resident
-        stay so as far as there is room, in the order of the policy; pinned ones in any case. CapacityError, OptionError or EngineError for a size that
+        stay so as far as there is room, in the order of the policy; pinned ones always. CapacityError, OptionError or EngineError for a size that
         cannot be: nothing changed."""
         with self._resizing:
-            self.plan, done = resize(self._paging, self.plan, expert_cache, self._device)
-            if self._tune:
+            self.plan, done = resize(self.experts.pager, self.plan, expert_cache, self._device)
+            if self._tune:  # what is fastest depends on the size
                 self._tuning = self._tune()
         return done
 

@@ -221,7 +221,7 @@ def _fit(facts: ModelFacts, device: DeviceFacts, n_ubatch: int, budget: int, rea
 
 
 def replan(plan: Plan, spec: CacheSpec, free: int) -> Plan:
-    """The plan of a model that is open, with another cache size. `free`: bytes of the device that are free now; what its slots and stages take comes free.
+    """The plan of a model that is open, with another cache size. `free`: bytes of the device that are free now, without its slots and stages.
 
     Raises as `make_plan` does, and CapacityError for a size that does not fit.
     """
@@ -235,8 +235,8 @@ def replan(plan: Plan, spec: CacheSpec, free: int) -> Plan:
     if new.device_bytes > room:
         stage = sum(pool.stage_bytes for pool in new.pools)
         raise CapacityError(
-            f"an expert cache of {spec.text} is {size(new.device_bytes)} ({new.n_slots} slots of {size(new.device_bytes - stage)} and {size(stage)} of "
-            f"prefill stage); on {device.name} {size(free)} are free and {size(held)} come free: {size(new.device_bytes - room)} too few"
+            f"an expert cache of {spec.text} takes {size(new.device_bytes)} ({size(new.device_bytes - stage)} for {new.n_slots} slots, {size(stage)} "
+            f"of prefill stage); on {device.name} {size(free)} are free and the cache so far is {size(held)}: {size(new.device_bytes - room)} too few"
         )
     return new
 

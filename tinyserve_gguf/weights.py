@@ -12,6 +12,7 @@ from tinyserve_gguf.choices import POLICIES
 from tinyserve_gguf.errors import CapacityError, OptionError
 from tinyserve_gguf.experts import Experts
 from tinyserve_gguf.group import open_pagers
+from tinyserve_gguf.live import ExpertMap, Resized, read_map, resize
 from tinyserve_gguf.miss import MissOptions
 from tinyserve_gguf.miss_tuning import Tuning, start_misses
 from tinyserve_gguf.paging import EXPERT_PATTERN, Layers
@@ -37,6 +38,7 @@ class Weights:
         self._device = device
         self._misses = misses
         self._lock = Lock()
+        self._resizing = Lock()
         self._users = 1  # whoever made it
         self._windows: list[WindowCounts] = []  # of open contexts
         self._closed_windows, self._windows_before = WindowCounts(), WindowCounts()  # of closed ones; at the last reset of the counters
@@ -137,6 +139,19 @@ class Weights:
             return self.plan.lines()
         misses = self.tuning.text if self.tuning else self.pager.miss
         return [*self.plan.lines(), f"engine: {self.pager.engine}", f"host pool: {self.pager.host}", f"misses: {misses}"]
+
+    def expert_map(self) -> ExpertMap:
+        """Every expert at one moment; may be called several times a second while replies run. OptionError on a dense model."""
+        return read_map(self.experts.pager, self.plan)
+
+    def resize(self, expert_cache: str) -> Resized:
+        """Give the expert cache another size, as `Model.resize` does."""
+        with self._resizing:
+            assert self._device
+            self.plan, done = resize(self.experts.pager, self.plan, expert_cache, self._device)
+            if self._misses.mode == "auto":  # what is fastest depends on the size
+                self.tuning = start_misses(self.experts.pager, self._misses, self.plan.facts, self._device, "auto", None)
+        return done
 
     def set_policy(self, policy: str) -> None:
         check_policy(policy)
