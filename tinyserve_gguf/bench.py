@@ -56,8 +56,8 @@ class Bench:
                 f"the longest test needs a context of {options.n_ctx} tokens and {self.facts.name} has {trained}: "
                 "give less depth, or shorter or fewer tests (a tg test goes on after the tokens of its repeats)"
             )
-        device = DeviceFacts(self.device.name, self.device.memory_free, self.device.is_cpu)
-        self._n_ubatch = options.n_ubatch or pick_ubatch(self.facts, device)  # the same for every run
+        devices = [DeviceFacts(device.name, device.memory_free, device.is_cpu) for device in self.device.members]
+        self._n_ubatch = options.n_ubatch or min(pick_ubatch(self.facts, device) for device in devices)  # the same for every run
         self._runs = self._plan_runs()
         self.link = self.device.link_rate()  # bytes per second
         if options.link_gbps and self.link and options.link_gbps * 1e9 > self.link:
@@ -83,7 +83,14 @@ class Bench:
         for cache, window in pairs:
             context = self._context(window)
             try:
-                plan, chosen = plan_for(self.facts, expert_cache=cache, device=options.device, context=context, n_ubatch=self._n_ubatch)
+                plan, chosen = plan_for(
+                    self.facts,
+                    expert_cache=cache,
+                    device=self.device.name,
+                    tensor_split=options.tensor_split,
+                    context=context,
+                    n_ubatch=self._n_ubatch,
+                )
                 plan_context(self.facts, context, chosen, n_ubatch=self._n_ubatch, n_threads=self._threads)
             except CapacityError as error:
                 self._failed(Row(run=f"expert cache {cache}", runner="tinyserve-gguf", expert_cache=cache), error)
@@ -159,7 +166,8 @@ class Bench:
                 options.path,
                 expert_cache=run.expert_cache,
                 policy=run.policy,
-                device=options.device,
+                device=self.device.name,
+                tensor_split=options.tensor_split,
                 n_ctx=None if run.window else options.n_ctx,
                 window=run.window,
                 n_ubatch=self._n_ubatch,
@@ -179,7 +187,7 @@ class Bench:
             base = self._placed(replace(base, load_seconds=time.perf_counter() - start), model, run.misses)
             needle = hide(model, options.needle, options.text, options.seed) if options.needle else None
             self._measure(base, model.native, model.context.options, model.context.rolling, lambda: model.stats().pager, free, model)
-            self.notes += [f"{base.run}: {note}" for note in model.take_notes()]
+            self.notes += [f"{base.run}: {note}" for note in [*model.stats().device_lines(), *model.take_notes()]]
             self.rows = [replace(row, miss=model.miss) if row.run == base.run and row.miss else row for row in self.rows]  # as it is after all
             if needle:
                 self._seek(base, model, needle)
@@ -282,7 +290,7 @@ class Bench:
         )
         free, start = self._free(), time.perf_counter()
         try:
-            native = open_stock(self.facts, self.device, n_cpu_moe, self._loading(name))
+            native = open_stock(self.facts, self.device, n_cpu_moe, self._loading(name), split=options.tensor_split or ())
         except ModelFileError as error:  # the file is good: it was read above
             self._failed(base, error)
             return

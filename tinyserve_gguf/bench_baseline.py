@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 
 from tinyserve_gguf import _llama
-from tinyserve_gguf._llama import NativeModel, Offload
+from tinyserve_gguf._llama import NativeModel
 from tinyserve_gguf._shim import Device
 from tinyserve_gguf.facts import ModelFacts
 from tinyserve_gguf.plan import context_bytes
@@ -53,13 +54,14 @@ def full_bytes(facts: ModelFacts, n_ctx: int, n_ubatch: int) -> int:
     return facts.device_bytes + facts.expert_bytes + context_bytes(facts, n_ctx, n_ubatch)
 
 
-def open_stock(facts: ModelFacts, device: Device, n_cpu_moe: int, progress: Callable[[float], bool]) -> NativeModel:
-    """The model by llama.cpp alone. Weights are not repacked, as in a paged model. Experts on the CPU are not mapped but read into page-locked
-    memory: llama.cpp itself recommends it for speed."""
-    if device.is_cpu:
+def open_stock(facts: ModelFacts, device: Device, n_cpu_moe: int, progress: Callable[[float], bool], *, split: tuple[float, ...] = ()) -> NativeModel:
+    """The model by llama.cpp alone; on several devices with its own split, or the one given. Weights are not repacked, as in a paged
+    model. Experts on the CPU are not mapped but read into page-locked memory: llama.cpp itself recommends it for speed."""
+    offload = device.offload(split)
+    if offload is None:
         return NativeModel(str(facts.path), None, extra_bufts=False, progress=progress)
     pattern = cpu_pattern(facts, n_cpu_moe)
-    offload = Offload(device.handle, pattern, _cpu_buffer_type() if pattern else 0)
+    offload = replace(offload, pattern=pattern, buffer_type=_cpu_buffer_type() if pattern else 0)
     return NativeModel(str(facts.path), offload, extra_bufts=False, mmap=not pattern, progress=progress)
 
 

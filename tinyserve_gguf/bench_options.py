@@ -25,7 +25,8 @@ class BenchOptions:
     miss_admits: tuple[int, ...] = ()  # rates of admission to compare where the CPU computes misses
     miss_threads: int | None = None
     windows: tuple[int, ...] = (0,)  # 0 = a context that holds everything
-    device: str = "auto"
+    device: str = "auto"  # auto: one GPU
+    tensor_split: tuple[float, ...] | None = None  # with several devices
     engine: str = "auto"
     n_ubatch: int | None = None
     n_threads: int | None = None

@@ -24,6 +24,7 @@ class LayerMap:
     resident: npt.NDArray[np.bool_]
     hits: npt.NDArray[np.uint64]  # lookups that found it resident. Not counted while its pool holds everything
     misses: npt.NDArray[np.uint64]  # lookups that did not
+    device: str  # whose slots they go to
     last_use: npt.NDArray[np.uint64]  # tick of the last use in decode, or of the last load; 0 = never
 
 
@@ -55,6 +56,7 @@ class ExpertMap:
             {
                 "layer": layer.block,
                 "family": layer.family,
+                "device": layer.device,
                 "resident": layer.resident.astype(int).tolist(),
                 "hits": layer.hits.tolist(),
                 "misses": layer.misses.tolist(),
@@ -75,15 +77,15 @@ class ExpertMap:
 
 
 def read_map(pager: Pager, plan: Plan) -> ExpertMap:
-    """One consistent snapshot. It waits for the graph that runs, a token at most, or one batch of a prompt."""
+    """A consistent snapshot, of each device one. It waits for the graph that runs, a token at most, or one batch of a prompt."""
     layers = [layer for pool in plan.pools for layer in pool.group.layers]
     found = pager.expert_arrays(sum(layer.n_expert for layer in layers))
     resident = np.frombuffer(found.resident, np.bool_)
     hits, misses, last_use = (np.frombuffer(array, np.uint64) for array in (found.hits, found.misses, found.last_use))
     maps, start = [], 0
-    for layer in layers:
+    for index, layer in enumerate(layers):
         part = slice(start, start + layer.n_expert)
-        maps.append(LayerMap(layer.block, layer.family, resident[part], hits[part], misses[part], last_use[part]))
+        maps.append(LayerMap(layer.block, layer.family, resident[part], hits[part], misses[part], pager.device_of(index), last_use[part]))
         start += layer.n_expert
     maps.sort(key=lambda layer: (layer.block, layer.family))
     return ExpertMap(found.tick, tuple(maps), found.slots_total, found.slots_used, found.all_resident, found.prefill, found.decode)

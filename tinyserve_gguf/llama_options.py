@@ -15,8 +15,9 @@ from tinyserve_gguf.errors import OptionError, UnknownOptionError
 from tinyserve_gguf.facts import LayoutGroup, ModelFacts, read_facts
 from tinyserve_gguf.kv import KV_TYPES, KvOptions
 from tinyserve_gguf.miss import MissOptions
-from tinyserve_gguf.placement import default_threads, plan_for
+from tinyserve_gguf.placement import default_threads, pick_device, plan_for
 from tinyserve_gguf.plan import CacheSpec, Plan
+from tinyserve_gguf.split import check_split_mode
 from tinyserve_gguf.weights import check_policy
 from tinyserve_gguf.window import DEFAULT_SINKS, Window
 
@@ -93,7 +94,14 @@ def decide(path: str, paged: PagedOptions, given: dict[str, Any]) -> Decision:
     spec = _context_spec(paged, given)
     n_ubatch = min(asked["n_ubatch"], asked["n_batch"], spec.length(facts))
     n_gpu_layers = given.get("n_gpu_layers")
-    plan, device = plan_for(facts, expert_cache=paged.expert_cache, device=_device_name(paged, n_gpu_layers), context=spec, n_ubatch=n_ubatch)
+    plan, device = plan_for(
+        facts,
+        expert_cache=paged.expert_cache,
+        device=_device_name(paged, asked, n_gpu_layers),
+        tensor_split=stock.pop("tensor_split", None),
+        context=spec,
+        n_ubatch=n_ubatch,
+    )
     context = None
     if spec.window or paged.kv_type:
         context = plan_context(facts, spec, device, n_ubatch=n_ubatch, n_threads=1)
@@ -113,14 +121,18 @@ def decide(path: str, paged: PagedOptions, given: dict[str, Any]) -> Decision:
     return Decision(str(facts.path), stock, plan, device, misses, spec.kv, context)
 
 
-def _device_name(paged: PagedOptions, n_gpu_layers: int | None) -> str:
-    """The device to page on. OptionError if the number of layers contradicts it."""
+def _device_name(paged: PagedOptions, asked: dict[str, Any], n_gpu_layers: int | None) -> str:
+    """The device to page on, or several. OptionError if the number of layers or the split mode contradicts it."""
     if n_gpu_layers == 0:
         if paged.device.lower() not in ("auto", "cpu"):
             raise OptionError(f"n_gpu_layers=0 leaves no layer for device={paged.device!r}: give n_gpu_layers=-1, or leave one of them out")
         return "CPU"
     if paged.device.lower() == "cpu" and n_gpu_layers is not None:
         raise OptionError(f"n_gpu_layers={n_gpu_layers} asks for a GPU and device='CPU' for none: leave one of them out")
+    if asked["split_mode"] == C.LLAMA_SPLIT_MODE_NONE:
+        if "," in paged.device:
+            raise OptionError(f"split_mode=LLAMA_SPLIT_MODE_NONE is for one GPU, and device={paged.device!r} names several: leave one of them out")
+        return pick_device(paged.device).name
     return paged.device
 
 
@@ -132,8 +144,8 @@ def _check_placement(facts: ModelFacts, device: Device, asked: dict[str, Any], n
             f"n_gpu_layers={n_gpu_layers} clashes with paging: the experts alone stay in host memory, and all {every} layers go to {device.name}; "
             "give n_gpu_layers=-1, or leave it out"
         )
-    if asked["split_mode"] not in (C.LLAMA_SPLIT_MODE_LAYER, C.LLAMA_SPLIT_MODE_NONE) or asked["tensor_split"] is not None:
-        raise OptionError("split_mode and tensor_split spread a model over several GPUs, and experts are paged on one: leave them out")
+    if asked["split_mode"] not in (C.LLAMA_SPLIT_MODE_LAYER, C.LLAMA_SPLIT_MODE_NONE):
+        check_split_mode("row" if asked["split_mode"] == C.LLAMA_SPLIT_MODE_ROW else "tensor")
     if asked["main_gpu"] != 0:
         raise OptionError(f"main_gpu={asked['main_gpu']} clashes with paging: name the GPU as device, such as device='CUDA1'")
 

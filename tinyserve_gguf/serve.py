@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import uvicorn
@@ -19,6 +19,7 @@ from tinyserve_gguf.plan import CacheSpec
 from tinyserve_gguf.serve_api import make_app
 from tinyserve_gguf.serve_llama import ServedLlama
 from tinyserve_gguf.serve_state import ServeOptions, Service
+from tinyserve_gguf.split import check_split_mode, shares_of
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -47,6 +48,8 @@ def open_llama(
     kv_type_v: str | None = None,
     flash_attn: str = "auto",
     device: str = "auto",
+    tensor_split: Sequence[float] | None = None,
+    split_mode: str = "layer",
     n_ubatch: int | None = None,
     n_threads: int | None = None,
     **paging: Any,
@@ -54,11 +57,12 @@ def open_llama(
     """A model with the options of `load`, ready to make contexts; and what was decided and why. Errors as `load` has them."""
     facts = read_facts(path)
     spec = ContextSpec.of(n_ctx, window, sinks, kv_type, kv_type_v, flash_attn)
-    plan, _ = plan_for(facts, expert_cache=expert_cache, device=device, context=spec, n_ubatch=n_ubatch)
+    check_split_mode(split_mode)
+    plan, chosen = plan_for(facts, expert_cache=expert_cache, device=device, tensor_split=tensor_split, context=spec, n_ubatch=n_ubatch)
     lines = []
     if n_parallel > 1 and facts.is_moe and CacheSpec.parse(expert_cache).kind == "auto":
         together = ContextSpec(n_parallel * spec.length(facts), None, spec.kv, any_length=True)
-        plan, _ = plan_for(facts, expert_cache=expert_cache, device=device, context=together, n_ubatch=n_ubatch)
+        plan, chosen = plan_for(facts, expert_cache=expert_cache, device=device, tensor_split=tensor_split, context=together, n_ubatch=n_ubatch)
         expert_cache = str(plan.n_slots)
         lines.append(f"expert cache with room for {n_parallel} contexts: {plan.reason}")
     length = spec.length(facts)
@@ -70,7 +74,8 @@ def open_llama(
     llama = ServedLlama(
         path,
         expert_cache=expert_cache,
-        device=device,
+        device=chosen.name if shares_of(plan) else device,
+        tensor_split=list(shares_of(plan)) or None,
         kv_type=kv_type,
         kv_type_v=kv_type_v,
         n_batch=batch,

@@ -72,10 +72,7 @@ class Stats:
             f"{size(pager.host_bytes)} of experts",
             f"host pool: {pager.host}",
         ]
-        for name, part in self.parts:
-            rate, c = hit_rate(part.decode), part.decode
-            decode = "" if rate is None else f"; decode: hit rate {rate:.1%} of {c.lookups} lookups, {c.bytes_link / 1e6:.0f} MB over the link"
-            lines.append(f"{name}: {part.slots_used} of {part.slots_total} slots in use, {size(part.pool_bytes)}{decode}")
+        lines += self.device_lines()
         for name, c in (("prefill", pager.prefill), ("decode", pager.decode)):
             rate = hit_rate(c)
             if rate is not None:
@@ -90,6 +87,15 @@ class Stats:
                 f"waited {n.wait_cpu_ns / 1e9:.2f} s for the CPU, {n.wait_device_ns / 1e9:.2f} s for {self.device}"
             )
         return lines + window
+
+    def device_lines(self) -> list[str]:
+        """Each device, where there are several."""
+        lines = []
+        for name, part in self.parts:
+            rate, c = hit_rate(part.decode), part.decode
+            decode = "" if rate is None else f"; decode: hit rate {rate:.1%} of {c.lookups} lookups, {c.bytes_link / 1e6:.0f} MB over the link"
+            lines.append(f"{name}: {part.slots_used} of {part.slots_total} slots in use, {size(part.pool_bytes)}{decode}")
+        return lines
 
 
 def _part(name: str, stats: PagerStats) -> dict[str, Any]:

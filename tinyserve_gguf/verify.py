@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from tinyserve_gguf import _llama, verify_logits
@@ -13,7 +13,8 @@ from tinyserve_gguf.errors import EngineError, OptionError
 from tinyserve_gguf.facts import ExpertLayer, ModelFacts, read_facts
 from tinyserve_gguf.model import Model, load
 from tinyserve_gguf.placement import default_threads, pick_device, plan_for
-from tinyserve_gguf.plan import CacheSpec, context_bytes, minimum, size
+from tinyserve_gguf.plan import CacheSpec, Plan, context_bytes, minimum, size
+from tinyserve_gguf.split import SplitPlan, shares_of
 from tinyserve_gguf.verify_kernels import KernelRow, check_kernels, unequal_slots
 from tinyserve_gguf.verify_logits import UBATCH, Difference, Logits, Workload
 
@@ -34,7 +35,8 @@ class VerifyOptions:
     """What to check. Empty lists: by `quick`."""
 
     path: str
-    device: str = "auto"
+    device: str = "auto"  # auto: one GPU
+    tensor_split: tuple[float, ...] | None = None  # with several devices
     caches: tuple[str, ...] = ()
     policies: tuple[str, ...] = ()
     miss: str = "fetch"
@@ -108,14 +110,15 @@ def verify(options: VerifyOptions, show: Show) -> Report:
         raise OptionError(f"{facts.name} is dense: nothing is paged, so there is nothing to verify")
     caches = options.caches or (CACHES_QUICK if options.quick else CACHES)
     policies = options.policies or (("lfru",) if options.quick else ("lfru", "lru"))
-    sizes = {cache: _size(facts, cache) for cache in caches}
-    for cache in sizes.values():
-        _, device = plan_for(facts, expert_cache=cache, device=options.device, n_ubatch=UBATCH)  # refuses what cannot be, before anything is loaded
+    device, split = pick_device(options.device), options.tensor_split
+    sizes = {cache: _size(facts, cache, device) for cache in caches}
+    for cache in sizes.values():  # refuses what cannot be, before anything is loaded
+        plan, _ = plan_for(facts, expert_cache=cache, device=device.name, tensor_split=split, n_ubatch=UBATCH)
     n_threads = options.n_threads or default_threads()
     work = Workload(options.batches, 1, n_threads) if options.batches else Workload.of(facts, n_threads, quick=options.quick)
     _check_room(facts, device, work)
     report = Report(facts, device.name, work.n_tokens)
-    native = _llama.NativeModel(str(facts.path), _llama.Offload(device.handle), extra_bufts=False)
+    native = _llama.NativeModel(str(facts.path), _reference(device, plan), extra_bufts=False)
     try:
         native.require_generative(facts.path, facts.architecture)
         stock = verify_logits.read(native, work, _within(show, "llama.cpp", 0, STOCK_DONE))
@@ -131,7 +134,7 @@ def verify(options: VerifyOptions, show: Show) -> Report:
         report.on_cpu = verify_logits.compare(work, stock, on_cpu)
     step = (PAGED_DONE - STOCK_DONE) / len(sizes)
     for i, (cache, asked) in enumerate(sizes.items()):
-        run = _Run(facts, device, work, stock, report.on_cpu, options.miss)
+        run = _Run(facts, device, split, work, stock, report.on_cpu, options.miss)
         for j, policy in enumerate(policies):
             start = STOCK_DONE + (i + j / len(policies)) * step
             text = f"expert cache {cache}, {policy}"
@@ -139,19 +142,38 @@ def verify(options: VerifyOptions, show: Show) -> Report:
             report.paged.append(row)
             if resident:
                 break  # nobody leaves: the policies are one
-    report.kernels = check_kernels(
-        facts,
-        device,
-        quick=options.quick,
-        batches=options.batches,
-        n_threads=n_threads,
-        show=lambda text, done: show(text, PAGED_DONE + done * (1 - PAGED_DONE)),
-    )
+    for part, member, label in _each_device(plan, device):
+        rows = check_kernels(
+            part,
+            member,
+            quick=options.quick,
+            batches=options.batches,
+            n_threads=n_threads,
+            show=lambda text, done: show(text, PAGED_DONE + done * (1 - PAGED_DONE)),
+        )
+        report.kernels += [replace(row, type=f"{row.type}{label}") for row in rows]
     return report
 
 
-def _size(facts: ModelFacts, cache: str) -> str:
-    return str(sum(minimum(group) for group in facts.groups)) if cache == MINIMUM else cache
+def _each_device(plan: Plan, device: Device) -> Iterator[tuple[ModelFacts, Device, str]]:
+    """What lies on each device, the device, and what its rows have behind the type."""
+    if not isinstance(plan, SplitPlan):
+        yield plan.facts, device, ""
+        return
+    for part, member, label in zip(plan.parts, device.members, plan.labels, strict=True):
+        yield part.facts, member, f" on {label}"
+
+
+def _reference(device: Device, plan: Plan) -> _llama.Offload:
+    """llama.cpp alone on the same devices; the CPU as a device, too."""
+    return device.offload(shares_of(plan)) or _llama.Offload(device.handle)
+
+
+def _size(facts: ModelFacts, cache: str, device: Device) -> str:
+    if cache != MINIMUM:
+        return cache
+    # On several devices it depends on the split: so small a share that every pool has what one token needs
+    return "0.001%" if len(device.members) > 1 else str(sum(minimum(group) for group in facts.groups))
 
 
 def check_cache(text: str) -> str:
@@ -182,6 +204,7 @@ class _Run:
 
     facts: ModelFacts
     device: Device
+    split: tuple[float, ...] | None
     work: Workload
     stock: list[Logits]
     on_cpu: Difference | None
@@ -195,6 +218,7 @@ class _Run:
             expert_cache=asked,
             policy=policy,
             device=self.device.name,
+            tensor_split=self.split,
             n_ctx=work.options().n_ctx,
             n_ubatch=UBATCH,
             n_threads=work.n_threads,
@@ -231,7 +255,7 @@ def _first_layer(facts: ModelFacts, device: Device, model: Model, work: Workload
     if not device.is_cpu and facts.device_bytes + facts.expert_bytes > pick_device(device.name).memory_free:
         return None
     paged = verify_logits.layer_hashes(model.native, work, difference.prompt)
-    native = _llama.NativeModel(str(facts.path), _llama.Offload(device.handle), extra_bufts=False)
+    native = _llama.NativeModel(str(facts.path), _reference(device, model.plan), extra_bufts=False)
     try:
         return verify_logits.first_layer(verify_logits.layer_hashes(native, work, difference.prompt), paged)
     finally:

@@ -20,6 +20,7 @@ from tinyserve_gguf.cli.options import (
     device_option,
     engine_option,
     miss_threads_option,
+    tensor_split_option,
     threads_option,
     ubatch_option,
 )
@@ -115,6 +116,7 @@ counts = list_of(click.IntRange(0, INT32_MAX).convert)
 )
 @miss_threads_option
 @device_option
+@tensor_split_option
 @engine_option
 @ubatch_option
 @threads_option

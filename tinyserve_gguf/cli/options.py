@@ -44,15 +44,33 @@ class ExpertCache(click.types.StringParamType):
 
 
 class Device(click.types.StringParamType):
-    """One device name. Which ones exist is known once llama.cpp runs, so `load` checks that."""
+    """A device name, or several with commas between them. Which ones exist is known once llama.cpp runs, so `load` checks that."""
 
     name = "device"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         text = str(value)
-        if not text or "," in text or any(c.isspace() for c in text):
-            self.fail(f"{text!r} is not one device name such as auto, CPU or CUDA0", param, ctx)
+        names = text.split(",")
+        if not all(names) or any(c.isspace() for c in text):
+            self.fail(f"{text!r} is no device name such as auto, CPU or CUDA0, nor several such as CUDA0,CUDA1", param, ctx)
+        if len(names) > 1 and "auto" in text.lower().split(","):
+            self.fail(f"{text!r}: auto stands alone, it takes several devices if one does not do", param, ctx)
         return text
+
+
+class TensorSplit(click.types.StringParamType):
+    """Shares of the layers, one per device."""
+
+    name = "shares"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """A tuple of floats."""
+        from tinyserve_gguf.split import check_shares, parse_split
+
+        try:
+            return parse_split(value) if isinstance(value, str) else check_shares(value)
+        except OptionError as error:
+            self.fail(str(error), param, ctx)
 
 
 class FiniteRange(click.FloatRange):
@@ -107,7 +125,25 @@ engine_option = click.option(
     help="Who reads the router's choice: the host once a layer, or the device in one CUDA graph per token.",
 )
 device_option = click.option(
-    "--device", type=Device(), default="auto", show_default=True, metavar="NAME", help="Device that computes: auto, CPU, CUDA0, ..."
+    "--device",
+    type=Device(),
+    default="auto",
+    show_default=True,
+    metavar="NAME",
+    help="Device that computes: auto, CPU, CUDA0, ...; CUDA0,CUDA1 splits the layers over both.",
+)
+tensor_split_option = click.option(
+    "--tensor-split",
+    type=TensorSplit(),
+    metavar="N,N...",
+    help="With several devices: the share of the layers that each gets, such as 3,1.  [default: what fits best]",
+)
+split_mode_option = click.option(
+    "--split-mode",
+    default="layer",
+    show_default=True,
+    metavar="MODE",
+    help="How several devices share the model; row and tensor do not go with paging.",
 )
 miss_option = click.option(
     "--miss",
@@ -181,7 +217,8 @@ def placement_options(command: F) -> F:
     """What `load` takes, as keyword arguments of the same names."""
     context = (flash_attn_option, kv_type_v_option, kv_type_option, sinks_option, window_option, ctx_size_option)
     misses = (miss_threads_option, miss_admit_option, miss_option)
-    for option in (threads_option, ubatch_option, *context, device_option, *misses, policy_option, expert_cache_option):
+    devices = (split_mode_option, tensor_split_option, device_option)
+    for option in (threads_option, ubatch_option, *context, *devices, *misses, policy_option, expert_cache_option):
         command = option(command)
     return command
 

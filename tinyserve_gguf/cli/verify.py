@@ -9,7 +9,7 @@ import click
 from tinyserve_gguf.choices import POLICIES
 from tinyserve_gguf.cli.bench import list_of, progress_bar
 from tinyserve_gguf.cli.chat import abort_shown
-from tinyserve_gguf.cli.options import device_option, threads_option
+from tinyserve_gguf.cli.options import device_option, tensor_split_option, threads_option
 from tinyserve_gguf.errors import OptionError
 
 EXIT_DIFFERENT = 1
@@ -62,6 +62,7 @@ class VerifiedCache(click.types.StringParamType):
     help="Experts that decode misses, as in chat. On a GPU the CPU's share rounds otherwise, and near logits count as right.",
 )
 @device_option
+@tensor_split_option
 @threads_option
 @click.option("--quick", is_flag=True, help="Fewer sizes, short prompts, one tensor of each type and shape.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -84,6 +85,8 @@ def verify(model: str | None, types: str | None, as_json: bool, **options: Any) 
         from tinyserve_gguf.verify_types import chosen_types, verify_types
 
         names, device = chosen_types(types), pick_device(checks.device).name
+        if "," in device or checks.tensor_split:
+            raise OptionError("--types checks the kernels of one device: give one --device, and no --tensor-split")
         with progress_bar() as show:
             rows = verify_types(names, checks, show)
         holds, content = all(row.holds for row in rows), verify_report.types_dict(rows, device)

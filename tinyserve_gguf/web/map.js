@@ -136,12 +136,17 @@ export class ExpertMap {
     }
   }
 
+  // " on CUDA1", where a model is on several devices
+  onWhat(row) {
+    return this.map.layers.some((other) => other.device !== row.device) ? ` on ${row.device}` : "";
+  }
+
   text({ layer, expert }) {
     const row = this.map.layers[layer];
     const ago = this.map.tick - row.last_use[expert];
     const name = row.family && row.family !== "exps" ? ` (${row.family})` : "";
     const used = row.last_use[expert] ? `last used ${ago === 0 ? "by the last token" : `${plural(ago, "token")} ago`}` : "not used yet";
-    return `Layer ${row.layer}, expert ${expert}${name}\n${row.resident[expert] ? "resident" : "in host memory"}, ` +
+    return `Layer ${row.layer}, expert ${expert}${name}${this.onWhat(row)}\n${row.resident[expert] ? "resident" : "in host memory"}, ` +
            `${plural(row.hits[expert], "hit")}, ${plural(row.misses[expert], "miss", "misses")}\n${used}`;
   }
 
