@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tinyserve_gguf import _shim
@@ -104,29 +105,36 @@ def plan_auto(
     n_ubatch: int | None = None,
     tensor_split: Sequence[float] | None = None,
 ) -> tuple[Plan, Device]:
-    """The GPU with the most free memory, or the CPU where there is none. All GPUs if one does not do: if the model does not fit there, if `auto`
-    leaves experts out that several have room for, or if a split was given. `check` raises for a device that cannot run the model."""
+    """The GPU with the most free memory, or the CPU where there is none. Several GPUs if one does not do: if the model does not fit there, or if
+    `auto` leaves experts out that several have room for; all of them if a split was given. `check` raises for a device that cannot run the model."""
     gpus = [device for device in devices if not device.is_cpu]
     best = max(gpus, key=lambda device: device.memory_free) if gpus else next(device for device in devices if device.is_cpu)
-    several = DeviceGroup.of(gpus) if len(gpus) > 1 else None
-    if several is None or tensor_split is None:
-        check(facts, best)
-        try:
-            one = plan_on(facts, spec, best, plan_part, n_ubatch=n_ubatch, tensor_split=tensor_split)
-            why = f"{best.name} alone holds {one.share:.0%} of the experts" if one.pools else ""
-        except CapacityError as error:
-            if several is None:
-                raise
-            one, why = None, f"{best.name} alone does not do: {error}"
-        if several is None or (one and (spec.kind != "auto" or one.share >= 1 or not one.pools)):
-            assert one
-            return one, best
-    else:
-        one, why = None, ""
-    check(facts, several)
+    if tensor_split is not None and len(gpus) > 1:
+        group = DeviceGroup.of(gpus)
+        check(facts, group)
+        return plan_on(facts, spec, group, plan_part, n_ubatch=n_ubatch, tensor_split=tensor_split), group
+    check(facts, best)
+    one, why = None, ""
     try:
-        return plan_on(facts, spec, several, plan_part, n_ubatch=n_ubatch, tensor_split=tensor_split, reason=f"auto: {why}" if why else ""), several
-    except CapacityError:
-        if one is None:
+        one = plan_on(facts, spec, best, plan_part, n_ubatch=n_ubatch, tensor_split=tensor_split)
+        if len(gpus) < 2 or spec.kind != "auto" or one.n_slots >= sum(group.n_experts for group in facts.groups):
+            return one, best
+        why = f"auto: {best.name} alone holds {one.share:.0%} of the experts"
+    except CapacityError as error:
+        if len(gpus) < 2:
             raise
-        return one, best
+        why, refusal = f"auto: {best.name} alone does not do", error
+    found: list[tuple[Plan, Device]] = [] if one is None else [(one, best)]
+    for group in _groups(gpus):
+        check(facts, group)
+        with suppress(CapacityError):
+            found.append((plan_on(facts, spec, group, plan_part, n_ubatch=n_ubatch, reason=why), group))
+    if not found:
+        raise CapacityError(f"{refusal}; and all GPUs together do not do either")
+    return max(found, key=lambda choice: choice[0].n_slots)
+
+
+def _groups(gpus: Sequence[Device]) -> list[DeviceGroup]:
+    """The two with the most free memory, the three, ... all; in the order in which ggml has them."""
+    largest = sorted(gpus, key=lambda device: -device.memory_free)
+    return [DeviceGroup.of([device for device in gpus if device in largest[:n]]) for n in range(2, len(gpus) + 1)]
