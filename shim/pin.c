@@ -15,7 +15,10 @@ struct tsg_cuda * tsg_pager_cuda(struct tsg_pager * pager) {
         tsg_fail(TSG_E_STATE, "%s is no CUDA device", ggml_backend_dev_name(pager->inner));
         return NULL;
     }
-    pager->cuda = tsg_cuda_open(props.device_id);
+    // ggml-cuda can play several devices on one GPU (GGML_CUDA_DEVICES): their ids go on with "-v0"
+    char id[32];
+    snprintf(id, sizeof(id), "%.*s", (int) strcspn(props.device_id, "-"), props.device_id);
+    pager->cuda = tsg_cuda_open(id);
     return pager->cuda;
 }
 
