@@ -21,8 +21,10 @@ N_CTX = 256
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> ModelFacts:
-    """24 layers with experts of 10 MiB in all, which the tests take for larger."""
-    small = read_facts(synthetic.build("mixed", tmp_path_factory.mktemp("split") / "mixed.gguf", layers=24))
+    """24 layers of two layouts, which the tests take for a hundred times larger."""
+    changes = {"embd": 256, "ff": 256, "gate": ("Q4_0", "Q5_0"), "up": ("Q4_0", "Q5_0"), "down": ("Q8_0", "Q4_0")}
+    small = read_facts(synthetic.build("qwen3moe", tmp_path_factory.mktemp("split") / "two.gguf", layers=24, **changes))
+    assert len(small.groups) == 2
     grown = {tensor.name: replace(tensor, n_bytes=tensor.n_bytes * 100) for tensor in small.tensors}
     parts = {
         layer.block: replace(layer, parts=tuple(replace(part, weight=grown[part.weight.name]) for part in layer.parts))
@@ -72,7 +74,7 @@ def test_layers_in_order() -> None:
     assert layer_devices(3, (1, 1, 2)) == (0, 1, 2, 2)
 
 
-@pytest.mark.parametrize("n_blocks", [1, 3, 24, 36, 61, 94, 511])
+@pytest.mark.parametrize("n_blocks", [1, 3, 24, 36, 61, 94, 200])
 def test_whole_numbers_are_counts(n_blocks: int) -> None:
     """What is planned as so many layers is so many layers in C's floats, too."""
     for first in range(1, n_blocks + 1):
@@ -140,7 +142,7 @@ def test_no_device_is_large_enough(facts: ModelFacts) -> None:
 
 @pytest.mark.parametrize(
     ("shares", "message"),
-    [((1, 1, 1), "gives 3 shares, and there are 2 devices"), ((100, 1), "leaves no block for CUDA1"), ((1, 100), "leaves no block for CUDA0")],
+    [((1, 1, 1), "gives 3 shares, and there are 2 devices"), ((100, 1), "leaves no block for CUDA1")],
 )
 def test_shares_that_cannot_be(facts: ModelFacts, shares: tuple[float, ...], message: str) -> None:
     with pytest.raises(OptionError, match=message):

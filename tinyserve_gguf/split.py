@@ -159,6 +159,9 @@ def spread(spec: CacheSpec, parts: Sequence[ModelFacts]) -> list[CacheSpec]:
     while sum(counts) > spec.value:  # the minimum of a small part pushed the sum over
         largest = max(range(len(counts)), key=lambda i: counts[i] - least[i])
         counts[largest] -= 1
+    while sum(counts) < min(int(spec.value), sum(n_experts)):
+        poorest = min((i for i, n in enumerate(n_experts) if counts[i] < n), key=lambda i: counts[i] / n_experts[i])
+        counts[poorest] += 1
     return [replace(spec, value=count) for count in counts]
 
 
