@@ -217,6 +217,7 @@ bool tsg_engine_use_slots(struct tsg_engine * e, struct ggml_cgraph * graph, con
 static bool run_in_stage(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, struct tsg_counts * counts) {
     struct tsg_pool * pool  = tsg_engine_pool(e, step);
     size_t            bytes = 0;
+    pool->held[0] = NULL;
     for (int32_t p = 0; p < pool->n_parts; p++) {
         bytes += step->layer->weight[p].bytes;
         pool->stage[0][p]->ne[2] = step->layer->n_expert;
@@ -226,7 +227,7 @@ static bool run_in_stage(struct tsg_engine * e, struct ggml_cgraph * graph, cons
             tsg_pool_slot_to_stage(pool, e->inner, e->slot[i], e->distinct[i]);
             counts->bytes_device += bytes;
         } else {
-            tsg_pool_load_stage(pool, e->inner, step->layer, e->distinct[i]);
+            tsg_pool_load_stage(pool, e->inner, step->layer, e->distinct[i], 0);
             counts->bytes_link += bytes;
         }
     }
@@ -316,7 +317,7 @@ enum ggml_status tsg_engine_compute_plain(struct tsg_engine * e, struct ggml_cgr
     return ggml_backend_graph_compute_async(e->inner, &view);
 }
 
-// A pool that holds everything: the layer's own part of it, ids untouched.
+// Where all experts of the layer lie in slots in order: that part of them, ids untouched.
 bool tsg_engine_use_resident(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, struct tsg_counts * counts) {
     struct ggml_tensor * weights[TSG_MAX_PARTS];
     for (int32_t p = 0; p < TSG_MAX_PARTS; p++) {
@@ -328,13 +329,32 @@ bool tsg_engine_use_resident(struct tsg_engine * e, struct ggml_cgraph * graph, 
     return tsg_graph_use_experts(&e->graph, graph, step, weights);
 }
 
+// A layer that decode computes from a prefill stage: brought there whole if a prompt went through it since.
+static bool use_held(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, struct tsg_counts * counts) {
+    const struct tsg_layer * layer = step->layer;
+    struct tsg_pool *        pool  = tsg_engine_pool(e, step);
+    const uint64_t           rows  = (uint64_t) ggml_nelements(step->ids);
+    for (int32_t x = 0; x < layer->n_expert && pool->held[layer->stage] != layer; x++) {
+        tsg_pool_load_stage(pool, e->inner, layer, x, layer->stage);
+        counts->bytes_link += tsg_layer_expert_bytes(layer);
+    }
+    pool->held[layer->stage] = layer;
+    for (int32_t p = 0; p < pool->n_parts; p++) {
+        pool->stage[layer->stage][p]->ne[2] = layer->n_expert;
+    }
+    counts->lookups += rows;
+    counts->hits    += rows;
+    return tsg_graph_use_experts(&e->graph, graph, step, pool->stage[layer->stage]);
+}
+
 static enum ggml_status host_driven(struct tsg_engine * e, struct ggml_cgraph * graph, enum tsg_phase phase) {
     int done = 0;
     tsg_profile_start(e, phase);
     for (int i = 0; i < e->graph.n_steps; i++) {
         const struct tsg_step * step = &e->graph.steps[i];
-        if (tsg_engine_pool(e, step)->resident) {
-            if (!tsg_engine_use_resident(e, graph, step, &e->pager->counts[phase])) {
+        const bool held = phase == TSG_DECODE && step->layer->stage >= 0;
+        if (held || tsg_layer_is_resident(e->pager, step->layer)) {
+            if (!(held ? use_held : tsg_engine_use_resident)(e, graph, step, &e->pager->counts[phase])) {
                 return GGML_STATUS_ALLOC_FAILED;
             }
             continue;

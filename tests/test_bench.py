@@ -19,11 +19,12 @@ from reshaped import dense
 from tinyserve_gguf import CapacityError, bench, load, placement, read_facts
 from tinyserve_gguf._shim import Device
 from tinyserve_gguf.bench import Bench
-from tinyserve_gguf.bench_baseline import full_bytes, resident_bytes
+from tinyserve_gguf.bench_baseline import full_bytes
 from tinyserve_gguf.bench_options import BenchOptions
 from tinyserve_gguf.bench_table import COLUMNS, Report, Row, as_csv, as_json, as_markdown
 from tinyserve_gguf.cli import bench as command
 from tinyserve_gguf.cli import main
+from tinyserve_gguf.miss_guard import resident_bytes
 
 ModelFile = Callable[..., Path]
 
