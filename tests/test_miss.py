@@ -49,7 +49,7 @@ def test_every_architecture_and_split(model_file: ModelFile, name: str) -> None:
             rows.append(cpu_rows(model))
         assert rows[0] > 0
         assert rows[1] < rows[2] < rows[3]
-        for miss in (LAYERS, Miss("layers"), Miss("fetch"), LAYERS, Miss("cpu", every=2)):
+        for miss in (LAYERS, Miss("fetch"), Miss("layers")):
             model._pager.set_miss(miss)  # type: ignore[union-attr]
             assert paged(model, STEPS, BATCHES) == expected
 

@@ -147,6 +147,7 @@ class Tuner:
             rate, before = self._hit_rate(), self._rate
             self._rate = rate
             self._warming = self._warmed < WARM_MOST and (before < 0 or rate - before >= STEADY)
+            self._turn.before = self._before  # the first turn begins when this ends
 
     def _next(self) -> None:
         self._turn = _Turn(self._queue.pop(0), self._counts())

@@ -1,8 +1,8 @@
 """Against llama.cpp's own split: how fast its best `--n-cpu-moe` would be in the same memory, and whether paging loses to it. Pure: it has no clock.
 
-In decode that split takes the device's time for everything that is no paged expert, and the CPU's for the experts of the blocks that are there. Both
-are known from tokens: the first is what a token takes less what it waits for misses, the second is what the CPU needs for one expert, a real matmul of
-ggml over host memory. Where `bench --baseline` has measured the split itself, that counts instead.
+In decode that split takes the device's time for everything that is no paged expert, and the CPU's for the experts of the blocks that are there.
+Both are known from tokens: the first is what a token takes less what it waits for misses, the second is what the CPU needs for one expert, a real
+matmul of ggml over host memory. Where `bench --baseline` has measured the split itself, that counts instead.
 """
 
 from __future__ import annotations
