@@ -299,7 +299,7 @@ enum ggml_status tsg_engine_compute_range(struct tsg_engine * e, struct ggml_cgr
     if (from == to) {
         return GGML_STATUS_SUCCESS;
     }
-    if (from == 0 && to == graph->n_nodes) {
+    if (from == 0 && to == graph->n_nodes && !tsg_layers_are_placed(e->pager)) {
         return ggml_backend_graph_compute_async(e->inner, graph);  // whole, with its uid: the device may replay it
     }
     struct ggml_cgraph view = ggml_graph_view(graph, from, to);

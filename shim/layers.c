@@ -157,6 +157,14 @@ void tsg_layers_release(struct tsg_pager * pager, bool restore) {
     }
 }
 
+bool tsg_layers_are_placed(const struct tsg_pager * pager) {
+    bool placed = false;
+    for (int32_t i = 0; i < pager->n_pools; i++) {
+        placed |= pager->pools[i].before != NULL;
+    }
+    return placed;
+}
+
 void tsg_layers_count(const struct tsg_pager * pager, int32_t * on_device, int32_t * all) {
     *on_device = *all = 0;
     for (int32_t i = 0; i < pager->n_layers; i++) {

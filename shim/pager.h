@@ -187,6 +187,7 @@ void tsg_admit_settle(struct tsg_pager * pager);        // waits for copies on t
 // layers.c: the pager is locked
 bool tsg_layers_place(struct tsg_pager * pager);                  // false, and why in tsg_last_error(): no memory, nothing changed
 void tsg_layers_release(struct tsg_pager * pager, bool restore);  // the slots page again; with what lay there before, if no kernel runs
+bool tsg_layers_are_placed(const struct tsg_pager * pager);       // graphs name slots that may mean other layers tomorrow: no uid for ggml-cuda
 void tsg_layers_count(const struct tsg_pager * pager, int32_t * on_device, int32_t * all);  // layers of pools that do not hold everything
 static inline bool tsg_layer_is_resident(const struct tsg_pager * pager, const struct tsg_layer * layer) {
     return pager->pools[layer->pool].resident || layer->whole;
