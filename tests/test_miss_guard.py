@@ -92,7 +92,7 @@ def test_paging_below_break_even_is_told_once_with_the_numbers() -> None:
     model = Fetching(Split(16, 51.0, "estimated"))
     assert model.decode(WARM + (IN_A_ROW - 1) * WINDOW) == []
     assert model.decode(WINDOW) == [
-        "misses cost 20.0 of 25.0 ms a token (200.0 MB over a link of 10.0 GB/s): below break-even, 40.0 tok/s against "
+        "they cost 20.0 of 25.0 ms a token (200.0 MB over a link of 10.0 GB/s): below break-even, 40.0 tok/s against "
         "llama.cpp's --n-cpu-moe 16 (51.0 tok/s, estimated); do better"
     ]
     assert model.decode(1000) == []
@@ -102,7 +102,7 @@ def test_paging_below_break_even_is_told_once_with_the_numbers() -> None:
 def test_a_cpu_that_computes_misses_is_watched_too() -> None:
     model = Fetching(Split(16, 51.0, "measured"), mode="cpu")
     (note,) = model.decode(WARM + IN_A_ROW * WINDOW)
-    assert note.startswith("misses cost 15.0 of 25.0 ms a token: below break-even, 40.0 tok/s against llama.cpp's --n-cpu-moe 16")
+    assert note.startswith("they cost 15.0 of 25.0 ms a token: below break-even, 40.0 tok/s against llama.cpp's --n-cpu-moe 16")
     assert model.asked[0] == Costs(pytest.approx(0.010), pytest.approx(0.00045))
 
 
@@ -163,7 +163,7 @@ def test_a_model_tells_that_it_is_below_break_even(model_file: ModelFile, monkey
         monkeypatch.setattr(Device, "link_rate", lambda *_args: pager.decode.bytes_link / WARM / 0.5)
     with open_model(path) as model:
         (note,) = decode(model, 400, lambda _model: 1.0)
-        assert note.startswith("misses: misses cost ")
+        assert note.startswith("misses: they cost ")
         assert " ms a token (" in note and " (" in note and "estimated); --miss auto tries what is faster here" in note
     with open_model(path, engine="host", miss="layers") as model:
         assert decode(model, 400, lambda _model: 1.0) == []  # it is that split

@@ -176,7 +176,7 @@ class BreakEven:
         if split is None or not split.beats(1 / seconds):
             return None
         paging, bytes_token = (seconds - found.device) * 1e3, seen.bytes_link / WINDOW
-        cost = f"misses cost {paging:.1f} of {seconds * 1e3:.1f} ms a token"
+        cost = f"they cost {paging:.1f} of {seconds * 1e3:.1f} ms a token"
         if self._mode == "fetch":
             cost += f" ({bytes_token / 1e6:.1f} MB over a link of {link_rate / 1e9:.1f} GB/s)"
         return f"{cost}: below break-even, {1 / seconds:.1f} tok/s against {split}; {self._advice}"
