@@ -329,33 +329,21 @@ bool tsg_engine_use_resident(struct tsg_engine * e, struct ggml_cgraph * graph, 
     return tsg_graph_use_experts(&e->graph, graph, step, weights);
 }
 
-// A layer that decode computes from a prefill stage: brought there whole if a prompt went through it since.
-static bool use_held(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, struct tsg_counts * counts) {
-    const struct tsg_layer * layer = step->layer;
-    struct tsg_pool *        pool  = tsg_engine_pool(e, step);
-    const uint64_t           rows  = (uint64_t) ggml_nelements(step->ids);
-    for (int32_t x = 0; x < layer->n_expert && pool->held[layer->stage] != layer; x++) {
-        tsg_pool_load_stage(pool, e->inner, layer, x, layer->stage);
-        counts->bytes_link += tsg_layer_expert_bytes(layer);
-    }
-    pool->held[layer->stage] = layer;
-    for (int32_t p = 0; p < pool->n_parts; p++) {
-        pool->stage[layer->stage][p]->ne[2] = layer->n_expert;
-    }
-    counts->lookups += rows;
-    counts->hits    += rows;
-    return tsg_graph_use_experts(&e->graph, graph, step, pool->stage[layer->stage]);
-}
-
 static enum ggml_status host_driven(struct tsg_engine * e, struct ggml_cgraph * graph, enum tsg_phase phase) {
     int done = 0;
     tsg_profile_start(e, phase);
     for (int i = 0; i < e->graph.n_steps; i++) {
         const struct tsg_step * step = &e->graph.steps[i];
-        const bool held = phase == TSG_DECODE && step->layer->stage >= 0;
-        if (held || tsg_layer_is_resident(e->pager, step->layer)) {
-            if (!(held ? use_held : tsg_engine_use_resident)(e, graph, step, &e->pager->counts[phase])) {
+        if (tsg_layer_is_resident(e->pager, step->layer)) {
+            if (!tsg_engine_use_resident(e, graph, step, &e->pager->counts[phase])) {
                 return GGML_STATUS_ALLOC_FAILED;
+            }
+            continue;
+        }
+        if (phase == TSG_DECODE && step->layer->stage >= 0) {
+            const enum ggml_status status = tsg_layers_use_stage(e, graph, step, &done);
+            if (status != GGML_STATUS_SUCCESS) {
+                return status;
             }
             continue;
         }

@@ -4,7 +4,7 @@
 // not cut for them. The layers before those have the prefill stages while decode runs: what a prompt overwrites there is brought back by the next token.
 // With both, as many layers are on the device as llama.cpp has there in the same memory. The CPU computes the experts of the others, as it does misses,
 // except those in the slots that are left over.
-#include "pager.h"
+#include "engine.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -155,6 +155,37 @@ void tsg_layers_release(struct tsg_pager * pager, bool restore) {
         pager->layers[i]->whole = false;
         pager->layers[i]->stage = -1;
     }
+}
+
+// The whole layer into its stage. What has been patched so far may read there, and is handed to the device first: copies follow it on the same stream.
+static enum ggml_status fill_stage(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, int * done) {
+    const struct tsg_layer * layer  = step->layer;
+    struct tsg_pool *        pool   = tsg_engine_pool(e, step);
+    const enum ggml_status   status = tsg_engine_compute_range(e, graph, *done, step->first);
+    *done = step->first;
+    for (int32_t x = 0; x < layer->n_expert && status == GGML_STATUS_SUCCESS; x++) {
+        tsg_pool_load_stage(pool, e->inner, layer, x, layer->stage);
+        e->pager->counts[TSG_DECODE].bytes_link += tsg_layer_expert_bytes(layer);
+    }
+    pool->held[layer->stage] = status == GGML_STATUS_SUCCESS ? layer : NULL;
+    return status;
+}
+
+enum ggml_status tsg_layers_use_stage(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, int * done) {
+    const struct tsg_layer * layer  = step->layer;
+    struct tsg_pool *        pool   = tsg_engine_pool(e, step);
+    struct tsg_counts *      counts = &e->pager->counts[TSG_DECODE];
+    const uint64_t           rows   = (uint64_t) ggml_nelements(step->ids);
+    const enum ggml_status   status = pool->held[layer->stage] == layer ? GGML_STATUS_SUCCESS : fill_stage(e, graph, step, done);
+    if (status != GGML_STATUS_SUCCESS) {
+        return status;
+    }
+    for (int32_t p = 0; p < pool->n_parts; p++) {
+        pool->stage[layer->stage][p]->ne[2] = layer->n_expert;
+    }
+    counts->lookups += rows;
+    counts->hits    += rows;
+    return tsg_graph_use_experts(&e->graph, graph, step, pool->stage[layer->stage]) ? GGML_STATUS_SUCCESS : GGML_STATUS_ALLOC_FAILED;
 }
 
 bool tsg_layers_are_placed(const struct tsg_pager * pager) {

@@ -274,6 +274,20 @@ static void prompts_between_tokens_of_whole_layers(void) {
     rig_close(&rig);
 }
 
+// On a GPU eight tokens of MXFP4 go neither through slots nor to the CPU: a layer takes the stage within the graph whose next layer is computed from it.
+static void a_stage_is_used_twice_in_a_graph(void) {
+    struct spec spec = small;
+    spec.type        = GGML_TYPE_MXFP4;
+    struct rig rig   = open_with_cpu(&spec, &layers);
+    CHECK(placement(&rig) == 2);
+    rig.pager->inner_is_cpu = false;
+    for (uint64_t i = 0; i < 12; i++) {
+        rig_compare_random(&rig, rig.paged.backend, i % 2 ? 8 : 1 + (int32_t) (i % 5), 1 + i);
+    }
+    CHECK(decode_counts(&rig).streamed > 0 && decode_counts(&rig).cpu_rows > 0);
+    rig_close(&rig);
+}
+
 static void whole_layers_come_and_go(void) {
     const struct tsg_miss ways[] = { cpu_only, layers, fetch, layers, cpu_admits };
     struct spec           spec   = small;
@@ -662,6 +676,7 @@ int main(int argc, char ** argv) {
         TEST(whole_layers_in_two_pools_of_unequal_layers),
         TEST(slots_left_over_are_a_cache),
         TEST(prompts_between_tokens_of_whole_layers),
+        TEST(a_stage_is_used_twice_in_a_graph),
         TEST(whole_layers_come_and_go),
         TEST(two_backends_share_whole_layers),
         TEST(whole_layers_and_experts_by_hand),
