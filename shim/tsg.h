@@ -204,7 +204,7 @@ enum tsg_status tsg_pager_set_policy(struct tsg_pager * pager, enum tsg_policy p
 enum tsg_status tsg_pager_check_integrity(struct tsg_pager * pager);
 
 // Takes the time of every layer of every decode graph, from zero; or no longer. The engine stays what it is; the host-driven one waits between the
-// stretches. A layer of a pool that holds everything has no stretches of its own: its time counts as the next one's attention. `layer` n_layers stands for
+// stretches. A layer all of whose experts stay on the device has no stretches of its own: its time counts as the next one's attention. `layer` n_layers stands for
 // what follows the last layer, in TSG_ATTENTION.
 enum tsg_status tsg_pager_set_profile(struct tsg_pager * pager, bool on);
 enum tsg_status tsg_pager_layer_time(struct tsg_pager * pager, int32_t layer, struct tsg_layer_time * out);
