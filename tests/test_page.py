@@ -275,7 +275,9 @@ def luminance(colour: str) -> float:
 def test_both_themes_are_readable(page: Browser, theme: str) -> None:
     page.theme(theme)
     names = ("bg", "panel", "soft", "ink", "muted", "accent", "on-accent", "bad", "resident", *(f"heat-{i}" for i in range(5)))
-    colours = {name: page.run("return getComputedStyle(document.documentElement).getPropertyValue(arguments[0]).trim()", f"--{name}") for name in names}
+    colours = {
+        name: page.run("return getComputedStyle(document.documentElement).getPropertyValue(arguments[0]).trim()", f"--{name}") for name in names
+    }
     light = {name: luminance(colour) for name, colour in colours.items()}
     for text, behind, least in (
         ("ink", "panel", 7), ("ink", "soft", 7), ("muted", "panel", 4.5), ("muted", "soft", 4.5), ("muted", "bg", 4.5),
