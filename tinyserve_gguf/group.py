@@ -136,6 +136,11 @@ class PagerGroup(Pager):
     def engine(self) -> str:
         return self._said(lambda pager: pager.engine)
 
+    def cpu_seconds(self, n_threads: int) -> float:
+        """On average over the devices' experts; 0.0 if it cannot be measured on one of them."""
+        found = [(pager.cpu_seconds(n_threads), n) for pager, n in zip(self._pagers, self._n_experts, strict=True) if n]
+        return sum(seconds * n for seconds, n in found) / sum(n for _, n in found) if all(seconds for seconds, _ in found) else 0.0
+
     def stats(self) -> PagerStats:
         all_of = [pager.stats() for pager in self._pagers]
         return PagerStats(
