@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import itertools
 import json
+import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +20,7 @@ from gguf import GGUFReader
 from processes import error_line
 
 from tinyserve_gguf import Model, OptionError, Sampling, load
-from tinyserve_gguf._llama import NativeModel
+from tinyserve_gguf._llama import NativeModel, Offload
 from tinyserve_gguf._shim import Pager
 from tinyserve_gguf.choices import POLICIES
 from tinyserve_gguf.cli import main
@@ -118,6 +121,60 @@ def test_another_split_than_planned_is_refused(model_file: ModelFile, monkeypatc
         monkeypatch.setattr(PagerGroup, "offload", otherwise)
         with pytest.raises(EngineError, match=r"did not put blk\.\d\.ffn_gate_exps\.weight on CPU, where it was planned"):
             opened(path, "25%", (3, 2))
+
+
+# ---- pipeline parallelism ----
+
+
+class Props(ctypes.Structure):
+    """struct ggml_backend_dev_props"""
+
+    _fields_ = (
+        *((name, ctypes.c_char_p) for name in ("name", "description")),
+        *((name, ctypes.c_size_t) for name in ("memory_free", "memory_total")),
+        ("type", ctypes.c_int),
+        ("device_id", ctypes.c_char_p),
+        *((name, ctypes.c_bool) for name in ("is_async", "host_buffer", "buffer_from_host_ptr", "events", "mmap_support")),
+    )
+
+
+GetProps = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(Props))
+
+
+def pretend(device: int) -> object:
+    """Let a proxy device say that it has events, as a GPU's has. Where there are none llama.cpp waits instead. What it returns must live on."""
+    functions = (ctypes.c_void_p * 5).from_address(device)  # get_props is the fifth of struct ggml_backend_device_i
+    address = functions[4]
+    assert address
+    original = GetProps(address)
+
+    def get_props(device: int, props: ctypes._Pointer[Props]) -> None:
+        original(device, props)
+        props.contents.is_async = props.contents.events = True
+
+    callback = GetProps(get_props)
+    functions[4] = ctypes.cast(callback, ctypes.c_void_p).value
+    return callback
+
+
+@pytest.mark.parametrize("overrides", [False, True])
+def test_pipeline(model_file: ModelFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, overrides: bool) -> None:
+    """With several copies of the graph's inputs, which take turns. An override, even one that matches nothing, makes llama.cpp give that up."""
+    path = model_file("gpt-oss", layers=4)
+    caplog.set_level(logging.INFO, "tinyserve_gguf.llama")
+    offload, alive = PagerGroup.offload, []
+
+    def pretending(self: PagerGroup, pattern: str) -> Offload:
+        found = offload(self, pattern)
+        alive.extend(pretend(device) for device in (found.device, *found.others))
+        named = self.parts()[0][1].offload("^nothing$")
+        return replace(found, pattern=named.pattern, buffer_type=named.buffer_type) if overrides else found
+
+    monkeypatch.setattr(PagerGroup, "offload", pretending)
+    with opened(path, "50%", (2, 3)) as model:
+        assert paged(model, STEPS, (*SHORT, 519)) == stock(path, STEPS, (*SHORT, 519))
+    assert len(alive) == 2
+    assert ("pipeline parallelism enabled" in caplog.text) == (not overrides)
 
 
 def test_experts_are_mapped_once(model_file: ModelFile) -> None:
