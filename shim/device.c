@@ -123,21 +123,19 @@ static void tsg_backend_set_abort_callback(ggml_backend_t backend, ggml_abort_ca
     }
 }
 
-// That of the experts, and none of the inner device's: experts must never be repacked.
+// Of a model on several devices that of the experts. Else none, and never one of the inner device's: experts must not be repacked.
 static ggml_backend_buffer_type_t * tsg_device_get_extra_bufts(ggml_backend_dev_t dev) {
-    struct tsg_pager * pager = pager_of(dev);
-    return pager->group ? pager->offered : NULL;
+    return pager_of(dev)->offered;
 }
 
 static void * tsg_reg_get_proc_address(ggml_backend_reg_t reg, const char * name) {
-    (void) reg;
     if (strcmp(name, "ggml_backend_set_n_threads") == 0) {
         return (void *) tsg_backend_set_n_threads;
     }
     if (strcmp(name, "ggml_backend_set_abort_callback") == 0) {
         return (void *) tsg_backend_set_abort_callback;
     }
-    if (strcmp(name, "ggml_backend_dev_get_extra_bufts") == 0) {
+    if (strcmp(name, "ggml_backend_dev_get_extra_bufts") == 0 && ((struct tsg_pager *) reg->context)->group) {
         return (void *) tsg_device_get_extra_bufts;
     }
     return NULL;

@@ -134,8 +134,7 @@ static ggml_backend_buffer_type_t * extra_types(struct tsg_pager * pager) {
     ggml_backend_dev_t                 device = tsg_pager_device(pager);
     ggml_backend_dev_get_extra_bufts_t get    = (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(
         ggml_backend_dev_backend_reg(device), "ggml_backend_dev_get_extra_bufts");
-    CHECK(get != NULL);
-    return get(device);
+    return get ? get(device) : NULL;
 }
 
 // As weight_buft_supported() in llama-model-loader.cpp asks.
