@@ -76,10 +76,10 @@ def make_app(service: Service) -> Guard:
                         return
                     yield _event(event)
                     event = await events.get()
-                error = event.exception()
+                error = failure(event)
                 yield _event(_error_of(error).body) if error else b"data: [DONE]\n\n"
-                if error and not isinstance(error, GivenUpError):
-                    raise error
+                if error and not isinstance(error, CancelledError | RequestError):
+                    raise error  # to the log
             finally:
                 end()
 
@@ -137,7 +137,8 @@ def make_app(service: Service) -> Guard:
         except OptionError as error:
             raise RequestError(str(error), param="expert_cache") from error
 
-    app.mount("/", StaticFiles(directory=WEB, html=True, check_dir=False))
+    if WEB.is_dir():
+        app.mount("/", StaticFiles(directory=WEB, html=True))
     return Guard(app, keys=service.keys, max_body=service.max_body, observe=metrics.observe_answer)
 
 
@@ -158,12 +159,17 @@ def submitted(submit: Callable[[], Future[Any]]) -> Future[Any]:
         raise RequestError("the server is shutting down", status=503, code="closing") from None
 
 
+def failure(future: Future[Any]) -> BaseException | None:
+    """Of one that is done."""
+    return CancelledError() if future.cancelled() else future.exception()
+
+
 def result_of(future: Future[Any]) -> Any:
-    """Of one that is done. Raises RequestError for what can be foreseen."""
-    try:
-        return future.result()
-    except (CancelledError, GivenUpError) as error:
-        raise _error_of(error) from None
+    """Of one that is done. RequestError for what can be foreseen; anything else is raised as it is."""
+    error = failure(future)
+    if isinstance(error, CancelledError | GivenUpError):
+        raise _error_of(error)
+    return future.result()
 
 
 def _error_of(error: BaseException) -> RequestError:

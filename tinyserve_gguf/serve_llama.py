@@ -6,6 +6,7 @@ never cut within a character, log probabilities without keeping the logits of th
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections import deque
@@ -22,6 +23,7 @@ import numpy as np
 from tinyserve_gguf.counters import Counts
 from tinyserve_gguf.llama import Llama
 from tinyserve_gguf.serve_reply import Choice, Json, Piece, ReplyText
+from tinyserve_gguf.serve_request import RequestError
 from tinyserve_gguf.stats import Stats, added, hit_rate
 
 _OF_THE_RUN = ("logprobs", "stopping_criteria", "seed", "logit_bias", "model")  # what create_completion is told, and the run knows better
@@ -122,7 +124,11 @@ class ServedLlama(Llama):
 
     run: Run | None = None
     _last: Choice | None = None
-    _pieces: dict[int, bytes] | None = None
+
+    def __init__(self, model_path: str, **options: Any) -> None:
+        self._pieces: dict[int, bytes] = {}  # these two are shared with further contexts
+        self._short: list[int] = []
+        super().__init__(model_path, **options)
 
     @contextmanager
     def serving(self, run: Run, *, afresh: bool) -> Iterator[None]:
@@ -180,6 +186,28 @@ class ServedLlama(Llama):
         C.llama_sampler_free(sampler)
         return None
 
+    def _check_grammar(self) -> None:
+        """RequestError where the grammar allows no token, such as one with a NUL: llama.cpp would end the process over any that it then takes."""
+        chain = self._sampler.sampler if self._sampler else None
+        for number in range(C.llama_sampler_chain_n(chain) if chain else 0):
+            sampler = C.llama_sampler_chain_get(chain, number)
+            if C.llama_sampler_name(sampler) == b"grammar" and not any(
+                self._allows(sampler, tokens) for tokens in (self._short_tokens(), range(self._n_vocab))
+            ):
+                raise RequestError("the grammar allows no token of this model here", param="grammar")
+
+    def _allows(self, grammar: Any, tokens: Sequence[int]) -> bool:
+        data = (C.llama_token_data * len(tokens))(*((token, 1.0, 0.0) for token in tokens))
+        array = C.llama_token_data_array(data=data, size=len(tokens), selected=-1, sorted=False)
+        C.llama_sampler_apply(grammar, ctypes.byref(array))
+        return any(one.logit > 0 for one in data)
+
+    def _short_tokens(self) -> list[int]:
+        """Tokens of one byte, and those that end a reply. Where a grammar goes on, it nearly always goes on with one of them."""
+        if not self._short:
+            self._short += [token for token in range(self._n_vocab) if self.native.is_end(token) or len(self.piece(token)) == 1]
+        return self._short
+
     def _phases(self) -> tuple[Counts, Counts] | None:
         stats: Stats = self.stats()
         return (stats.pager.prefill, stats.pager.decode) if stats.pager else None
@@ -194,8 +222,6 @@ class ServedLlama(Llama):
 
     def piece(self, token: int) -> bytes:
         """The bytes of a token; none for control tokens."""
-        if self._pieces is None:
-            self._pieces = {}
         if token not in self._pieces:
             self._pieces[token] = self.native.piece(token)
         return self._pieces[token]
@@ -227,6 +253,7 @@ class ServedLlama(Llama):
         if run is None:
             return int(super().sample(*args, idx=idx, **options))
         run.check()
+        self._check_grammar()
         logits = self._logits(idx) if run.n_logprobs is not None else None
         token = int(super().sample(*args, idx=idx, **options))
         now = time.perf_counter()
