@@ -132,6 +132,8 @@ class Llama(StockLlama):  # type: ignore[misc]
         with explained() as cause:
             try:
                 super().__init__(path, **options)
+                if self.lora_path and not self._lora_adapter:  # the base takes a null pointer for an adapter
+                    raise ModelFileError(f"{self.lora_path}: llama.cpp cannot load this adapter: {cause()}")
             except ValueError as error:
                 if str(error).startswith("Failed to load model"):
                     raise (self._weights and self._weights.why_not_loaded()) or ModelFileError(
@@ -139,10 +141,6 @@ class Llama(StockLlama):  # type: ignore[misc]
                     ) from error
                 if str(error).startswith("Failed to create llama_context"):
                     raise OptionError(f"llama.cpp cannot make this context (try a smaller n_ctx or n_batch): {cause()}") from error
-                raise
-            except RuntimeError as error:
-                if "LoRA" in str(error):
-                    raise ModelFileError(f"{error}: {cause()}") from error
                 raise
 
     # ---- where the base's constructor is met ----
