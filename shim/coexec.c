@@ -89,7 +89,7 @@ enum tsg_status tsg_pager_set_miss(struct tsg_pager * pager, const struct tsg_mi
     if (miss->mode != TSG_MISS_FETCH && !x->cpu) {
         return tsg_fail(TSG_E_STATE, "the model was loaded without the CPU for its misses");
     }
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     tsg_admit_settle(pager);
     x->miss      = *miss;
     x->credit    = 0;
@@ -101,7 +101,7 @@ enum tsg_status tsg_pager_set_miss(struct tsg_pager * pager, const struct tsg_mi
         snprintf(x->why, sizeof(x->why), "%s is %s: on a GPU only quantised experts can be left to the CPU", w->name, ggml_type_name(w->type));
     }
     tsg_coexec_describe(pager);
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
     return TSG_OK;
 }
 

@@ -92,11 +92,11 @@ struct tsg_engine * tsg_engine_new(struct tsg_pager * pager, ggml_backend_t inne
     }
     e->pager = pager;
     e->inner = inner;
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     const bool ok  = alloc_device(e) && tsg_resident_engine_init(e);
     e->next        = pager->engines;
     pager->engines = e;
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
     if (!ok) {
         tsg_engine_free(e);
         return NULL;
@@ -113,7 +113,7 @@ static void leave_pager(struct tsg_engine * e) {
 }
 
 void tsg_engine_free(struct tsg_engine * e) {
-    mtx_lock(&e->pager->lock);
+    tsg_pager_lock(e->pager);
     leave_pager(e);
     if (e->pager->active == e) {
         ggml_backend_synchronize(e->inner);
@@ -122,7 +122,7 @@ void tsg_engine_free(struct tsg_engine * e) {
     tsg_admit_settle(e->pager);
     tsg_resident_engine_free(e);
     tsg_corun_free(e);
-    mtx_unlock(&e->pager->lock);
+    tsg_pager_unlock(e->pager);
     tsg_graph_free(&e->graph);
     ggml_backend_buffer_free(e->buffer);
     ggml_backend_buffer_free(e->host);
@@ -426,9 +426,9 @@ static enum ggml_status compute_steps(struct tsg_engine * e, struct ggml_cgraph 
 enum ggml_status tsg_engine_compute(struct tsg_engine * e, struct ggml_cgraph * graph) {
     struct tsg_pager * pager  = e->pager;
     enum ggml_status   status = GGML_STATUS_FAILED;
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     if (pager->broken) {
-        mtx_unlock(&pager->lock);
+        tsg_pager_unlock(pager);
         ggml_log_internal(GGML_LOG_LEVEL_ERROR, "tinyserve: the expert cache was lost when its size was changed: load the model again\n");
         return GGML_STATUS_FAILED;
     }
@@ -445,6 +445,6 @@ enum ggml_status tsg_engine_compute(struct tsg_engine * e, struct ggml_cgraph * 
         status = e->graph.n_steps == 0 ? ggml_backend_graph_compute_async(e->inner, graph) : compute_steps(e, graph);
         tsg_graph_restore(&e->graph);
     }
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
     return status;
 }

@@ -6,7 +6,7 @@
 // ---- counters ----
 
 void tsg_pager_stats(struct tsg_pager * pager, struct tsg_stats * out) {
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     *out = (struct tsg_stats) {
         .phase         = { pager->counts[0], pager->counts[1] },
         .host_rung     = pager->host.rung,
@@ -30,11 +30,11 @@ void tsg_pager_stats(struct tsg_pager * pager, struct tsg_stats * out) {
         out->slots_used   += pool->slots.n_used;
         out->all_resident &= pool->resident;
     }
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
 }
 
 void tsg_pager_reset_stats(struct tsg_pager * pager) {
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     tsg_resident_to_host(pager);
     tsg_resident_reset_counts(pager);
     memset(pager->counts, 0, sizeof(pager->counts));
@@ -44,26 +44,26 @@ void tsg_pager_reset_stats(struct tsg_pager * pager) {
         memset(slots->hits, 0, sizeof(uint64_t) * (size_t) slots->n_experts);
         memset(slots->misses, 0, sizeof(uint64_t) * (size_t) slots->n_experts);
     }
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
 }
 
 enum tsg_status tsg_pager_set_policy(struct tsg_pager * pager, enum tsg_policy policy) {
     if (policy < TSG_POLICY_LFRU || policy > TSG_POLICY_FIFO) {
         return tsg_fail(TSG_E_ARGUMENT, "there is no policy %d", (int) policy);
     }
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     tsg_resident_to_host(pager);
     pager->policy = policy;
     for (int32_t i = 0; i < pager->n_pools; i++) {
         tsg_slots_set_policy(&pager->pools[i].slots, policy);
     }
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
     return TSG_OK;
 }
 
 enum tsg_status tsg_pager_check_integrity(struct tsg_pager * pager) {
     const char * wrong = NULL;
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     tsg_resident_to_host(pager);
     for (int32_t i = 0; i < pager->n_pools && !wrong; i++) {
         wrong = tsg_slots_check(&pager->pools[i].slots);
@@ -75,7 +75,7 @@ enum tsg_status tsg_pager_check_integrity(struct tsg_pager * pager) {
         }
         wrong = c.hits + c.misses != c.lookups ? "hits and misses do not add up to lookups" : NULL;
     }
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
     return wrong ? tsg_fail(TSG_E_STATE, "%s", wrong) : TSG_OK;
 }
 
@@ -100,7 +100,7 @@ static enum tsg_status enter(struct tsg_pager * pager, bool there, int32_t layer
     if (!there) {
         return tsg_fail(TSG_E_STATE, "the model is not loaded");
     }
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     tsg_admit_settle(pager);
     tsg_resident_to_host(pager);
     return TSG_OK;
@@ -108,7 +108,7 @@ static enum tsg_status enter(struct tsg_pager * pager, bool there, int32_t layer
 
 // For the return value of those who entered.
 static enum tsg_status leave(struct tsg_pager * pager, enum tsg_status status) {
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
     return status;
 }
 
@@ -153,7 +153,7 @@ enum tsg_status tsg_pager_map(struct tsg_pager * pager, struct tsg_map * out, ui
     if (!pager->committed) {
         return tsg_fail(TSG_E_STATE, "the model is not loaded");
     }
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     tsg_resident_look(pager);
     *out = (struct tsg_map) { .phase = { pager->counts[0], pager->counts[1] }, .all_resident = true };
     tsg_resident_add_counts(pager, &out->phase[TSG_DECODE]);
@@ -176,7 +176,7 @@ enum tsg_status tsg_pager_map(struct tsg_pager * pager, struct tsg_map * out, ui
             last_use[at]            = x.last_use;
         }
     }
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
     return TSG_OK;
 }
 

@@ -42,6 +42,7 @@ void tsg_pager_unref(struct tsg_pager * pager) {
     }
     ggml_backend_buffer_free(pager->tables);
     tsg_cuda_close(pager->cuda);
+    mtx_destroy(&pager->turn);
     mtx_destroy(&pager->lock);
     free(pager->pools);
     free(pager->layers);
@@ -61,6 +62,7 @@ enum tsg_status tsg_pager_new(void * inner_device, enum tsg_policy policy, enum 
     pager->policy       = policy;
     pager->engine       = engine;
     atomic_init(&pager->refs, 1);
+    mtx_init(&pager->turn, mtx_plain);
     mtx_init(&pager->lock, mtx_plain);
     tsg_buffer_type_init(pager);
     tsg_device_init(pager);
@@ -368,8 +370,8 @@ enum tsg_status tsg_pager_set_link(struct tsg_pager * pager, double bytes_per_se
     if (!pager->resident) {
         return tsg_fail(TSG_E_ARGUMENT, "only the device engine can slow down the link, and this is: %s", pager->why);
     }
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     tsg_resident_throttle(pager, bytes_per_second);
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
     return TSG_OK;
 }

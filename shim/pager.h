@@ -109,7 +109,8 @@ struct tsg_pager {
     bool                            inner_is_cpu;
     enum tsg_policy                 policy;
     atomic_int                      refs;  // the caller's, one per buffer, one per backend
-    mtx_t                           lock;  // held while a graph is computed and while slots change by hand
+    mtx_t                           turn;  // held by whoever is next at the lock
+    mtx_t                           lock;  // held while a graph is computed and while slots change by hand; see tsg_pager_lock()
     struct tsg_engine *             engines; // all, linked
     struct tsg_engine *             active;  // whose kernels may still read slots
     uint64_t                        n_resized;
@@ -133,6 +134,17 @@ struct tsg_pager {
     ggml_backend_buffer_t tables;  // biases and scales on the host
     struct tsg_counts     counts[2];
 };
+
+// A thread that decodes has the lock nearly all the time and wants it back at once: without turns the others might never get it.
+static inline void tsg_pager_lock(struct tsg_pager * pager) {
+    mtx_lock(&pager->turn);
+    mtx_lock(&pager->lock);
+    mtx_unlock(&pager->turn);
+}
+
+static inline void tsg_pager_unlock(struct tsg_pager * pager) {
+    mtx_unlock(&pager->lock);
+}
 
 static inline size_t tsg_weight_bytes(const struct tsg_weight * w) {
     return w->bytes * (size_t) w->layer->n_expert;

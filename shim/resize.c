@@ -352,8 +352,8 @@ static enum tsg_status resize(struct tsg_pager * pager, const int64_t * n_slots,
 
 enum tsg_status tsg_pager_resize(struct tsg_pager * pager, const int64_t * n_slots, struct tsg_resized * out) {
     *out = (struct tsg_resized) { .beside = true };
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     const enum tsg_status status = pager->ready ? resize(pager, n_slots, out) : tsg_fail(TSG_E_STATE, "the model is not loaded");
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
     return status;
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tinyserve_gguf import _shim  # loads llama.cpp, before numpy
@@ -69,6 +69,7 @@ class ExpertMap:
             "hit_rate": {"prefill": hit_rate(self.prefill), "decode": hit_rate(self.decode)},
             "bytes_moved": self.bytes_moved,
             "evictions": self.evictions,
+            "counts": {"prefill": asdict(self.prefill), "decode": asdict(self.decode)},
         }
 
 

@@ -262,6 +262,41 @@ static void while_a_thread_computes(void) {
     rig_close(&rig);
 }
 
+struct waiter {
+    struct tsg_pager * pager;
+    atomic_bool        entered;
+};
+
+static int wait_for_a_turn(void * data) {
+    struct waiter * w = data;
+    tsg_pager_lock(w->pager);
+    atomic_store(&w->entered, true);
+    tsg_pager_unlock(w->pager);
+    return 0;
+}
+
+// Whoever gives the lock away gets it back after those who waited.
+static void the_lock_goes_round(void) {
+    struct tsg_pager * pager = rig_pager(TSG_POLICY_LFRU);
+    for (int i = 0; i < 200; i++) {
+        struct waiter w = { .pager = pager };
+        thrd_t        thread;
+        tsg_pager_lock(pager);
+        CHECK(thrd_create(&thread, wait_for_a_turn, &w) == thrd_success);
+        while (mtx_trylock(&pager->turn) == thrd_success) {  // it does not wait yet
+            mtx_unlock(&pager->turn);
+            thrd_yield();
+        }
+        CHECK(!atomic_load(&w.entered));
+        tsg_pager_unlock(pager);
+        tsg_pager_lock(pager);
+        CHECK(atomic_load(&w.entered));
+        tsg_pager_unlock(pager);
+        CHECK(thrd_join(thread, NULL) == thrd_success);
+    }
+    tsg_pager_free(pager);
+}
+
 static void while_the_cpu_computes_misses(void) {
     const struct tsg_miss ways[] = { { .mode = TSG_MISS_CPU, .every = 2 }, { .mode = TSG_MISS_SPLIT, .every = 1, .link_rate = 1e9, .cpu_rate = 1e9 } };
     for (int w = 0; w < 2; w++) {
@@ -433,6 +468,7 @@ int main(int argc, char ** argv) {
         TEST(pins_stay),
         TEST(before_the_model_is_loaded),
         TEST(while_a_thread_computes),
+        TEST(the_lock_goes_round),
         TEST(while_the_cpu_computes_misses),
         TEST(without_room_for_both_the_old_go_first),
         TEST(what_does_not_fit_is_refused_and_nothing_changes),
