@@ -58,39 +58,41 @@ def make_app(service: Service) -> Guard:
 
         reply = Reply(prepared, service.model_id, put)
         future = submitted(lambda: service.dispatcher.submit(reply.run, prepared.prompts[0]))
+        future.add_done_callback(lambda _: metrics.observe_cost(reply.cost))
         future.add_done_callback(put)
-        watcher = asyncio.create_task(watch(request, events))
+        service.running.add(reply.cancelled)
 
-        def end() -> None:
-            watcher.cancel()
+        def give_up() -> None:
+            """Nobody waits any more."""
+            if not future.done() and not reply.cancelled.is_set():
+                metrics.observe_disconnect()
             reply.cancelled.set()
-            if not future.cancel():
-                future.add_done_callback(lambda _: metrics.observe_cost(reply.cost))
+            future.cancel()
+            service.running.discard(reply.cancelled)
+
+        watcher = asyncio.create_task(watch(request, give_up, events))
 
         async def parts(first: Json) -> AsyncIterator[bytes]:
             event: object = first
             try:
                 while not isinstance(event, Future):
                     if event is GONE:
-                        metrics.observe_disconnect()
                         return
                     yield _event(event)
                     event = await events.get()
                 error = failure(event)
                 yield _event(_error_of(error).body) if error else b"data: [DONE]\n\n"
-                if error and not isinstance(error, CancelledError | RequestError):
+                if error and not isinstance(error, CancelledError | GivenUpError | RequestError):
                     raise error  # to the log
             finally:
-                end()
+                watcher.cancel()
+                give_up()
 
         first = await events.get()
-        if isinstance(first, Future):
-            end()
-            return JSONResponse(result_of(first))
-        if first is GONE:
-            end()
-            metrics.observe_disconnect()
-            return Response(status_code=499)
+        if first is GONE or isinstance(first, Future):
+            watcher.cancel()
+            give_up()
+            return JSONResponse(result_of(future)) if first is not GONE else Response(status_code=499)
         return StreamingResponse(parts(first), media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     # ---- models, embeddings, health ----
@@ -137,15 +139,15 @@ def make_app(service: Service) -> Guard:
         except OptionError as error:
             raise RequestError(str(error), param="expert_cache") from error
 
-    if WEB.is_dir():
-        app.mount("/", StaticFiles(directory=WEB, html=True))
+    app.mount("/", StaticFiles(directory=WEB, html=True))
     return Guard(app, keys=service.keys, max_body=service.max_body, observe=metrics.observe_answer)
 
 
-async def watch(request: Request, events: asyncio.Queue[Any]) -> None:
-    """Puts GONE when the client hangs up."""
+async def watch(request: Request, give_up: Callable[[], None], events: asyncio.Queue[Any]) -> None:
+    """Give up when the client hangs up."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+    give_up()
     events.put_nowait(GONE)
 
 

@@ -41,7 +41,7 @@ class Cost:
     """What replies cost. Counters are the model's: while several replies are computed at once, they count what all of them did."""
 
     prompt_tokens: int = 0
-    reused_tokens: int = 0  # of these, not read again
+    read_tokens: int = 0  # of these, computed: the others a context held already
     reply_tokens: int = 0  # without the token that ends a reply
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -52,17 +52,20 @@ class Cost:
         """Both together; `other` is another reply to the same prompt, which counts once."""
         together = Cost.total([self, other])
         together.prompt_tokens = max(self.prompt_tokens, other.prompt_tokens)
-        together.reused_tokens = max(self.reused_tokens, other.reused_tokens) if self.prompt_tokens else other.reused_tokens
         return together
 
     @staticmethod
     def total(costs: Sequence[Cost]) -> Cost:
         """Of different prompts."""
-        counted = [(cost.prefill, cost.decode) for cost in costs if cost.prefill and cost.decode]
+        paged = [(cost.prefill, cost.decode) for cost in costs if cost.prefill and cost.decode]
         return Cost(
-            *(sum(getattr(cost, name) for cost in costs) for name in ("prompt_tokens", "reused_tokens", "reply_tokens")),
-            *(sum(getattr(cost, name) for cost in costs) for name in ("prefill_seconds", "decode_seconds")),
-            *((added(*(counts[phase] for counts in counted)) for phase in (0, 1)) if counted else (None, None)),
+            prompt_tokens=sum(cost.prompt_tokens for cost in costs),
+            read_tokens=sum(cost.read_tokens for cost in costs),
+            reply_tokens=sum(cost.reply_tokens for cost in costs),
+            prefill_seconds=sum(cost.prefill_seconds for cost in costs),
+            decode_seconds=sum(cost.decode_seconds for cost in costs),
+            prefill=added(*(prefill for prefill, _ in paged)) if paged else None,
+            decode=added(*(decode for _, decode in paged)) if paged else None,
         )
 
     def usage(self) -> Json:
@@ -79,7 +82,7 @@ class Cost:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.reply_tokens,
             "total_tokens": self.prompt_tokens + self.reply_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.reused_tokens},
+            "prompt_tokens_details": {"cached_tokens": max(0, self.prompt_tokens - self.read_tokens)},
             "tinyserve": paged,
         }
 
@@ -246,7 +249,10 @@ class ServedLlama(Llama):
             return
         for start in range(0, len(tokens), self.n_batch):
             self.run.check()
-            super().eval(tokens[start : start + self.n_batch])
+            batch = tokens[start : start + self.n_batch]
+            super().eval(batch)
+            if self.run.sampled_at is None:
+                self.run.cost.read_tokens += len(batch)
 
     def sample(self, *args: Any, idx: int | None = None, **options: Any) -> int:
         run = self.run
@@ -279,9 +285,7 @@ class ServedLlama(Llama):
         if run is None:
             yield from super().generate(tokens, *args, **options)
             return
-        first = not run.cost.prompt_tokens
-        if first:
-            run.cost.prompt_tokens, run.cost.reused_tokens = len(tokens), min(self.n_common(tokens), len(tokens) - 1)
+        run.cost.prompt_tokens = run.cost.prompt_tokens or len(tokens)
         start, run.sampled_at = time.perf_counter(), None
         rest = run.rest if self.goes_on else min(self._n_ctx - len(tokens), run.rest or self._n_ctx)
         for made, token in enumerate(super().generate(tokens, *args, **options), 1):

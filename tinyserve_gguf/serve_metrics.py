@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -19,6 +20,7 @@ class Metrics:
     def __init__(self, paging: Callable[[], PagerStats | None], running: Callable[[], int], waiting: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         self._tokens = Counter("tinyserve_tokens", "Tokens computed.", ["phase"], registry=self.registry)
+        self._lock = threading.Lock()
         self._n_tokens = {"prefill": 0, "decode": 0}
         self._reused = Counter("tinyserve_prompt_tokens_reused", "Prompt tokens that were in the KV cache already.", registry=self.registry)
         self._seconds = Counter("tinyserve_seconds", "Time spent computing tokens.", ["phase"], registry=self.registry)
@@ -44,15 +46,15 @@ class Metrics:
             self._errors.labels(str(status)).inc()
 
     def observe_cost(self, cost: Cost) -> None:
-        """Of a reply, also of one that was given up."""
-        n_read = max(0, cost.prompt_tokens - cost.reused_tokens)
-        for phase, n, seconds in (("prefill", n_read, cost.prefill_seconds), ("decode", cost.reply_tokens, cost.decode_seconds)):
-            self._n_tokens[phase] += n
+        """Of a reply, also of one that was given up. Called from the threads that compute."""
+        for phase, n, seconds in (("prefill", cost.read_tokens, cost.prefill_seconds), ("decode", cost.reply_tokens, cost.decode_seconds)):
+            with self._lock:
+                self._n_tokens[phase] += n
             self._tokens.labels(phase).inc(n)
             self._seconds.labels(phase).inc(seconds)
             if seconds > 0 and n > 0:
                 self._speed.labels(phase).set(n / seconds)
-        self._reused.inc(cost.reused_tokens)
+        self._reused.inc(max(0, cost.prompt_tokens - cost.read_tokens))
 
     def observe_disconnect(self) -> None:
         self._gone.inc()
