@@ -19,6 +19,7 @@ from tinyserve_gguf._llama import C, NativeModel, explained, stock_formats  # be
 
 # isort: split
 import numpy as np
+import numpy.typing as npt
 
 from tinyserve_gguf.counters import Counts
 from tinyserve_gguf.llama import Llama
@@ -127,6 +128,7 @@ class ServedLlama(Llama):
 
     run: Run | None = None
     _last: Choice | None = None
+    _sampler: Any
 
     def __init__(self, model_path: str, **options: Any) -> None:
         self._pieces: dict[int, bytes] = {}  # these two are shared with further contexts
@@ -191,19 +193,21 @@ class ServedLlama(Llama):
 
     def _check_grammar(self) -> None:
         """RequestError where the grammar allows no token, such as one with a NUL: llama.cpp would end the process over any that it then takes."""
-        chain = self._sampler.sampler if self._sampler else None
-        for number in range(C.llama_sampler_chain_n(chain) if chain else 0):
+        chain = self._sampler.sampler
+        unnamed = {number for number, _ in self._sampler.custom_samplers}  # llama.cpp would call a name that Python's samplers do not have
+        for number in range(C.llama_sampler_chain_n(chain)):
             sampler = C.llama_sampler_chain_get(chain, number)
-            if C.llama_sampler_name(sampler) == b"grammar" and not any(
-                self._allows(sampler, tokens) for tokens in (self._short_tokens(), range(self._n_vocab))
-            ):
+            if number in unnamed or C.llama_sampler_name(sampler) != b"grammar":
+                continue
+            if not any(self._allows(sampler, _candidates(tokens)) for tokens in (self._short_tokens(), range(self._n_vocab))):
                 raise RequestError("the grammar allows no token of this model here", param="grammar")
 
-    def _allows(self, grammar: Any, tokens: Sequence[int]) -> bool:
-        data = (C.llama_token_data * len(tokens))(*((token, 1.0, 0.0) for token in tokens))
-        array = C.llama_token_data_array(data=data, size=len(tokens), selected=-1, sorted=False)
-        C.llama_sampler_apply(grammar, ctypes.byref(array))
-        return any(one.logit > 0 for one in data)
+    def _allows(self, grammar: Any, candidates: npt.NDArray[np.void]) -> bool:
+        """Whether a grammar takes one of the candidates."""
+        found = candidates.copy()
+        data = found.ctypes.data_as(ctypes.POINTER(C.llama_token_data))
+        C.llama_sampler_apply(grammar, ctypes.byref(C.llama_token_data_array(data=data, size=len(found), selected=-1, sorted=False)))
+        return bool((found["logit"] > 0).any())
 
     def _short_tokens(self) -> list[int]:
         """Tokens of one byte, and those that end a reply. Where a grammar goes on, it nearly always goes on with one of them."""
@@ -230,11 +234,9 @@ class ServedLlama(Llama):
         return self._pieces[token]
 
     def detokenize(self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False) -> bytes:
-        """As llama-cpp-python does it, for tokens of any length (there 32 bytes are the most) and without asking llama.cpp again for each token of
-        a reply at each of its tokens."""
-        if special or self.run is None:
-            return bytes(super().detokenize(tokens, prev_tokens=prev_tokens, special=special))
-        return b"".join(map(self.piece, tokens))
+        """Nothing while a reply is computed: its text is made of the bytes of tokens as they come, and llama-cpp-python, which asks for the whole text
+        at every token, would take longer with each."""
+        return b"" if self.run and not special else bytes(super().detokenize(tokens, prev_tokens=prev_tokens, special=special))
 
     def prompt_tokens(self, prompt: str | list[int]) -> list[int]:
         """The tokens that a completion of `prompt` reads."""
@@ -295,7 +297,7 @@ class ServedLlama(Llama):
                 run.cost.reply_tokens += 1
                 run.put(run.text.add(self.piece(token), self._last))
             yield token
-            # it goes on by itself at the limit, and past a stop string, while a character is not whole
+            # the base sees no text, and so no stop string
             if made == rest or run.text.stopped:
                 return
 
@@ -326,9 +328,7 @@ class ServedLlama(Llama):
         run.finish = "length"
         if not full and limit != 0:
             given = {name: value for name, value in options.items() if name not in _OF_THE_RUN}
-            for chunk in self._create_completion(
-                tokens, stream=True, stop=stops, max_tokens=limit or 0, seed=run.seed, logit_bias=run.logit_bias, **given
-            ):
+            for chunk in self._create_completion(tokens, stream=True, max_tokens=limit or 0, seed=run.seed, logit_bias=run.logit_bias, **given):
                 ended = chunk["choices"][0]["finish_reason"]
                 run.finish = "stop" if run.text.stopped else ended or run.finish
                 if not ended and run.ready.text:
@@ -353,6 +353,13 @@ class ServedLlama(Llama):
             f"the prompt has {n_prompt} tokens, and the context holds {self.n_ctx()} with at least one for the reply: shorten it, or start the "
             "server with a larger -c, or with --window"
         )
+
+
+def _candidates(tokens: Sequence[int]) -> npt.NDArray[np.void]:
+    """An array of llama_token_data, all equally likely."""
+    found = np.zeros(len(tokens), dtype=[("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+    found["id"], found["logit"] = tokens, 1
+    return found
 
 
 def _chunk(base: Json, piece: Piece, run: Run) -> Json:
