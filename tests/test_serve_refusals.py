@@ -13,7 +13,6 @@ import openai
 import pytest
 from click.testing import CliRunner
 from processes import cli, error_line, refused
-from reshaped import dense
 from serving import Server, serving
 
 from tinyserve_gguf.cli import main
@@ -228,11 +227,10 @@ def test_with_a_window_no_prompt_is_too_long(model_file: ModelFile) -> None:
         assert http.get("/v1/models").json()["data"][0]["meta"]["window"] is True
 
 
-def test_a_dense_model_has_no_experts(model_file: ModelFile, tmp_path: Path) -> None:
-    path = dense(model_file("llama"), tmp_path / "dense.gguf")
+def test_a_dense_model_has_no_experts(dense_model: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\n\ntwo\n")
-    with serving(path, "-c", "256", "-t", "1", "--api-key-file", str(keys), key=None) as server:
+    with serving(dense_model, "-c", "256", "-t", "1", "--api-key-file", str(keys), key=None) as server:
         for key in ("one", "two"):
             with server.http(headers={"Authorization": f"Bearer {key}"}) as http:
                 assert http.post(CHAT, json=HELLO).json()["usage"]["tinyserve"] is None

@@ -234,8 +234,8 @@ class ServedLlama(Llama):
         return self._pieces[token]
 
     def detokenize(self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False) -> bytes:
-        """Nothing while a reply is computed: its text is made of the bytes of tokens as they come, and llama-cpp-python, which asks for the whole text
-        at every token, would take longer with each."""
+        """Nothing while a reply is computed: its text is made of the bytes of tokens as they come. llama-cpp-python asks for the whole text at every
+        token, and would take longer with each."""
         return b"" if self.run and not special else bytes(super().detokenize(tokens, prev_tokens=prev_tokens, special=special))
 
     def prompt_tokens(self, prompt: str | list[int]) -> list[int]:

@@ -44,7 +44,7 @@ class Body(Strict):
     def _is_text(cls, values: Any) -> Any:
         """JSON can spell halves of characters, which no tokenizer takes."""
         try:
-            json.dumps(values, ensure_ascii=False).encode()
+            json.dumps(values if isinstance(values, dict) else None, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise ValueError("a string holds half a character: an unpaired surrogate") from None
         return values
