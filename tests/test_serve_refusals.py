@@ -227,10 +227,10 @@ def test_with_a_window_no_prompt_is_too_long(model_file: ModelFile) -> None:
         assert http.get("/v1/models").json()["data"][0]["meta"]["window"] is True
 
 
-def test_a_dense_model_has_no_experts(dense_model: Path, tmp_path: Path) -> None:
+def test_a_dense_file_has_no_experts(dense_file: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\n\ntwo\n")
-    with serving(dense_model, "-c", "256", "-t", "1", "--api-key-file", str(keys), key=None) as server:
+    with serving(dense_file, "-c", "256", "-t", "1", "--api-key-file", str(keys), key=None) as server:
         for key in ("one", "two"):
             with server.http(headers={"Authorization": f"Bearer {key}"}) as http:
                 assert http.post(CHAT, json=HELLO).json()["usage"]["tinyserve"] is None
