@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import random
 from collections.abc import Callable
@@ -304,6 +305,14 @@ def test_what_was_decided_is_said(model_file: ModelFile, capfd: pytest.CaptureFi
     capfd.readouterr()
     with opened(paged(model_file("qwen3moe"))) as model:
         model(PROMPT, max_tokens=2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_no_model(capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing is said when what was never begun is dropped."""
+    with pytest.raises(TypeError, match="model_path"):
+        Llama()  # type: ignore[call-arg]
+    gc.collect()
     assert capfd.readouterr() == ("", "")
 
 

@@ -246,6 +246,10 @@ class Llama(StockLlama):  # type: ignore[misc]
         self._sequence = None
         self._stock_model = self._ctx = self.tokenizer_ = CLOSED
 
+    def __del__(self) -> None:
+        if "_stack" in vars(self):  # else the constructor did not even begin
+            self.close()
+
     # ---- decoding ----
 
     def eval(self, tokens: Sequence[int]) -> None:
