@@ -111,7 +111,9 @@ def make_app(service: Service) -> Guard:
         service.check_model(body.model)
         dispatcher = await run_in_threadpool(service.embedder, body.inputs)
         future = submitted(lambda: dispatcher.submit(lambda llama: llama.embed(body.inputs, normalize=True, truncate=False, return_count=True)))
-        vectors, n_tokens = await asyncio.wrap_future(future)
+        await asyncio.wait([done := asyncio.wrap_future(future)])
+        _ = done.cancelled() or done.exception()  # seen, so that asyncio does not complain
+        vectors, n_tokens = result_of(future)
         encode: Callable[[list[float]], Any] = _base64 if body.encoding_format == "base64" else list
         data = [{"object": "embedding", "index": number, "embedding": encode(vector)} for number, vector in enumerate(vectors)]
         return {"object": "list", "data": data, "model": service.model_id, "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens}}
