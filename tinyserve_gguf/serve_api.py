@@ -16,7 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.staticfiles import StaticFiles
 
-from tinyserve_gguf.errors import CapacityError, OptionError
+from tinyserve_gguf.errors import CapacityError, EngineError, OptionError
 from tinyserve_gguf.serve_http import Guard, add_error_handlers
 from tinyserve_gguf.serve_jobs import Reply
 from tinyserve_gguf.serve_llama import GivenUpError
@@ -136,7 +136,7 @@ def make_app(service: Service) -> Guard:
     def resize(body: CacheRequest) -> Json:
         try:
             return service.resize(body.expert_cache)
-        except CapacityError as error:
+        except (CapacityError, EngineError) as error:  # EngineError: so many experts are pinned
             raise RequestError(str(error), status=409, code="does_not_fit", param="expert_cache") from error
         except OptionError as error:
             raise RequestError(str(error), param="expert_cache") from error

@@ -61,7 +61,7 @@ const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(1)
 function show(state) {
   const n = counted(state);
   const share = Math.round((100 * state.slots.total) / n);
-  const since = charts.add(state.counts, state.tokens.decode);
+  const since = charts.add(state.counts);
   map.update(state);
   by("hit-rate").textContent = percent(state.hit_rate.decode);
   by("resident").replaceChildren(`${state.slots.resident}`, small(` of ${n}`));
@@ -71,7 +71,7 @@ function show(state) {
   by("speed").replaceChildren(since && since.tokens > 0 ? since.tokens.toFixed(1) : "–", small(" tok/s"));
   by("axes").textContent = `${state.layers.length} layers of ${Math.max(...state.layers.map((layer) => layer.hits.length))} experts, ${state.n_used} a token`;
   by("all-resident").hidden = !state.all_resident;
-  if (!touched && document.activeElement !== by("share")) {
+  if (!touched && !by("resize").contains(document.activeElement)) {
     by("share").value = share;
     by("size").value = state.expert_cache;
   }

@@ -30,10 +30,10 @@ export class Charts {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
   }
 
-  // `counts` by phase, `tokens` decoded so far. Returns what happened since the last time, or null.
-  add(counts, tokens, now = performance.now() / 1000) {
+  // `counts` by phase. Returns what happened since the last time, or null.
+  add(counts, now = performance.now() / 1000) {
     const before = this.before;
-    this.before = { counts, tokens, now };
+    this.before = { counts, now };
     if (!before || counts.decode.lookups < before.counts.decode.lookups) {
       return null;
     }
@@ -45,7 +45,7 @@ export class Charts {
       decode: rate("decode"),
       prefill: rate("prefill"),
       link: (since("decode", "bytes_link") + since("prefill", "bytes_link")) / seconds,
-      tokens: (tokens - before.tokens) / seconds,
+      tokens: since("decode", "graphs") / seconds, // a graph is a token, while it runs: replies are counted when they end
     };
     this.samples.push(sample);
     this.samples = this.samples.filter((one) => now - one.at <= SPAN + 5);
