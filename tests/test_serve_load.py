@@ -17,7 +17,7 @@ from serving import Server, serving
 CLIENTS, REQUESTS, WARM_UP = 8, 200, 60
 QUESTIONS = ("Name a river.", "Say hello in French.", "What is 2 + 2?", "你好! 🙂", "Name a city.", "Why is the sky blue?")
 BODIES: list[dict[str, Any]] = [
-    {"messages": [{"role": "user", "content": question}], "max_tokens": 6, "temperature": temperature, "seed": seed, **more}
+    {"messages": [{"role": "user", "content": question}], "max_tokens": 5, "temperature": temperature, "seed": seed, **more}
     for seed, question in enumerate(QUESTIONS)
     for temperature, more in ((1.0, {}), (0.0, {"stop": [" the"], "logit_bias": {"198": -5}}))
 ]
@@ -55,7 +55,7 @@ def test_load(demo_model: Path) -> None:
     plan: list[tuple[int, str, int]] = [
         (rng.randrange(len(BODIES)), rng.choices(("read", "whole", "leave", "vanish"), (4, 2, 3, 1))[0], rng.randrange(5)) for _ in range(REQUESTS)
     ]
-    options = ["--parallel", "2", "--queue", str(CLIENTS), "-c", "256", "-t", "1", "--expert-cache", "50%"]
+    options = ["--parallel", "2", "--queue", str(CLIENTS), "-c", "256", "-t", "2", "--expert-cache", "75%"]
     with serving(demo_model, *options) as server:
         with server.http() as http:
             alone = [reply(http, body) for body in BODIES]

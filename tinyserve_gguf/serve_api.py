@@ -16,6 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.staticfiles import StaticFiles
 
+from tinyserve_gguf import serve_metrics
 from tinyserve_gguf.errors import CapacityError, EngineError, OptionError
 from tinyserve_gguf.serve_http import Guard, add_error_handlers
 from tinyserve_gguf.serve_jobs import Reply
@@ -92,7 +93,7 @@ def make_app(service: Service) -> Guard:
         if first is GONE or isinstance(first, Future):
             watcher.cancel()
             give_up()
-            return JSONResponse(result_of(future)) if first is not GONE else Response(status_code=499)
+            return JSONResponse(result_of(future)) if first is not GONE else Response(status_code=serve_metrics.GONE)
         return StreamingResponse(parts(first), media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     # ---- models, embeddings, health ----

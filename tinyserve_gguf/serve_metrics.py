@@ -13,6 +13,8 @@ from tinyserve_gguf.counters import PagerStats
 from tinyserve_gguf.serve_llama import Cost
 from tinyserve_gguf.stats import hit_rate
 
+GONE = 499  # nginx's number for a client that did not wait; nobody receives it
+
 
 class Metrics:
     """One registry for one server. `paging` gives the counters of the expert cache, None for a dense model; the others count requests."""
@@ -42,7 +44,7 @@ class Metrics:
     def observe_answer(self, path: str, status: int) -> None:
         known = path if path.startswith("/v1/") or path in ("/health", "/metrics") else "/"
         self._answers.labels("other" if status == 404 else known, str(status)).inc()
-        if status >= 400:
+        if status >= 400 and status != GONE:
             self._errors.labels(str(status)).inc()
 
     def observe_cost(self, cost: Cost) -> None:
