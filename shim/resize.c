@@ -324,8 +324,16 @@ static enum tsg_status carry_out(struct tsg_pager * pager, struct change * chang
     count(pager, changes, out);
     release_others(pager, changes);
     tsg_pager_view_resident(pager);
-    tsg_coexec_describe(pager);
     return TSG_OK;
+}
+
+// Whole layers make way for a resize, and come back into what there is then.
+static void place_layers(struct tsg_pager * pager) {
+    struct tsg_coexec * x = &pager->coexec;
+    if (!pager->broken && x->miss.mode == TSG_MISS_LAYERS && tsg_coexec_on(pager) && !tsg_layers_place(pager)) {
+        x->miss.mode = TSG_MISS_FETCH;
+    }
+    tsg_coexec_describe(pager);
 }
 
 static enum tsg_status resize(struct tsg_pager * pager, const int64_t * n_slots, struct tsg_resized * out) {
@@ -339,6 +347,7 @@ static enum tsg_status resize(struct tsg_pager * pager, const int64_t * n_slots,
     if (pager->cuda) {
         tsg_cuda_enter(pager->cuda);  // this thread may never have seen the device
     }
+    tsg_layers_release(pager, true);
     enum tsg_status status = plan_all(pager, n_slots, changes);
     status = status == TSG_OK ? page_on_host(pager, changes) : status;
     status = status == TSG_OK ? carry_out(pager, changes, out) : status;
@@ -347,6 +356,7 @@ static enum tsg_status resize(struct tsg_pager * pager, const int64_t * n_slots,
         free(changes[i].from);
     }
     free(changes);
+    place_layers(pager);
     return status;
 }
 

@@ -32,9 +32,7 @@ class Browser:
         self.resize(*LAPTOP)
 
     def resize(self, width: int, height: int) -> None:
-        self.driver.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride", {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        )
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False})
 
     def theme(self, name: str) -> None:
         """ "light" or "dark"."""
@@ -52,7 +50,9 @@ class Browser:
 
     def module(self, script: str, *arguments: Any) -> Any:
         """The value of an async function body; `arguments` are its `args`."""
-        code = f"const done = arguments[arguments.length - 1]; const args = arguments; (async () => {{ {script} }})().then(done, (e) => done(String(e)))"
+        code = (
+            f"const done = arguments[arguments.length - 1]; const args = arguments; (async () => {{ {script} }})().then(done, (e) => done(String(e)))"
+        )
         return self.driver.execute_async_script(code, *arguments)
 
     def until(self, value: Callable[[], T]) -> T:

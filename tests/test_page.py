@@ -1,4 +1,4 @@
-"""The page at /, in Chromium, on the server as it is: chat, the map of experts, another size for the cache, keyboard, themes, and what it must not do."""
+"""The page at /, in Chromium, on the server as it is: chat, the map of experts, resizing, keyboard, themes, and what it must not do."""
 
 from __future__ import annotations
 
@@ -275,7 +275,8 @@ def luminance(colour: str) -> float:
 def test_both_themes_are_readable(page: Browser, theme: str) -> None:
     page.theme(theme)
     names = ("bg", "panel", "soft", "ink", "muted", "accent", "on-accent", "bad", "resident", *(f"heat-{i}" for i in range(5)))
-    colours = {name: page.run("return getComputedStyle(document.documentElement).getPropertyValue(arguments[0]).trim()", f"--{name}") for name in names}
+    script = "const style = getComputedStyle(document.documentElement); return arguments[0].map((name) => style.getPropertyValue(`--${name}`).trim())"
+    colours = dict(zip(names, page.run(script, names), strict=True))
     light = {name: luminance(colour) for name, colour in colours.items()}
     for text, behind, least in (
         ("ink", "panel", 7), ("ink", "soft", 7), ("muted", "panel", 4.5), ("muted", "soft", 4.5), ("muted", "bg", 4.5),

@@ -19,7 +19,7 @@ from tinyserve_gguf.experts import Experts
 from tinyserve_gguf.facts import read_facts
 from tinyserve_gguf.live import ExpertMap, Resized, read_map, resize
 from tinyserve_gguf.miss import MissOptions
-from tinyserve_gguf.miss_tuning import Tuning, start_misses
+from tinyserve_gguf.miss_tuning import Tuning, Watching, start_misses, watcher
 from tinyserve_gguf.paging import EXPERT_PATTERN, Layers, open_pager
 from tinyserve_gguf.placement import default_threads, plan_for
 from tinyserve_gguf.plan import Plan
@@ -75,8 +75,8 @@ def load(
         engine: "auto", "host" (the host reads the router's choice once a layer) or "device" (one CUDA graph a token; an error where that cannot be).
         link_gbps: slow the host-to-device link down to so many GB/s, for what-if runs on the device engine.
         miss: what happens to misses of decode: "fetch" them, let the "cpu" compute them where they lie, "split" them so that link and CPU finish
-            together, or "auto": try all of that on the first tokens and go on with the fastest. On a GPU the CPU's part rounds differently from
-            llama.cpp on that GPU.
+            together, keep whole "layers" on the device and let the CPU compute the others, as llama.cpp's --n-cpu-moe does, or "auto": try all of
+            that on the first tokens and go on with the fastest. On a GPU the CPU's part rounds differently from llama.cpp on that GPU.
         miss_admit: of the misses that the CPU computes at most one in so many enters the pool, in the background; 0 for none, by default 4.
         miss_threads: threads that compute them; by default `n_threads`, with one core left to the thread that drives the device.
         miss_remember: "auto" keeps its choice in the user's cache directory, and uses one that is kept there.
@@ -127,8 +127,8 @@ class Model:
         self._own: Session | None = None  # that of generate()
         self._formatter: Callable[[list[dict[str, str]]], str] | None = None
         self._closed_windows, self._windows_before = WindowCounts(), WindowCounts()  # of closed sessions; at the last reset of the counters
-        self._tuning: Tuning | None = None  # --miss auto
-        self._tune: Callable[[], Tuning | None] | None = None  # begins it, for the cache as large as it is then
+        self._watch: Tuning | Watching | None = None  # hears of every decoded token: --miss auto, or the guard of another way
+        self._watcher: Callable[[], Tuning | Watching | None] | None = None  # begins that, for the cache as large as it is then
         self._resizing = Lock()
         try:
             self._open(engine, link_gbps, misses.completed(context.options.n_threads), progress)
@@ -158,8 +158,9 @@ class Model:
             self._experts = Experts(self._pager, layers)
             if link_gbps is not None:
                 self._pager.set_link(link_gbps * 1e9)
-            tune = partial(start_misses, self._pager, misses, self.facts, self._device, engine, link_gbps)
-            self._tuning, self._tune = tune(), tune if misses.mode == "auto" else None
+            asked = self._pager, misses, self.facts, self._device, engine, link_gbps, self.context.options.n_threads
+            self._watch = start_misses(*asked)
+            self._watcher = partial(watcher, *asked)
         elif link_gbps is not None or engine != "auto" or misses.uses_cpu:
             raise OptionError(f"{self.facts.name} is dense: there is no expert engine to choose, no link to slow down and no expert to miss")
 
@@ -216,16 +217,16 @@ class Model:
         """What happens to misses of decode, and why, for people."""
         if self._pager is None:
             return "none, nothing is paged"
-        return self._tuning.text if self._tuning else self._pager.miss
+        return self._watch.text if self._watch else self._pager.miss
 
     def decoded(self, seconds: float) -> None:
-        """Tell `--miss auto` how long a token took. Sessions do; who decodes by himself must."""
-        if self._tuning:
-            self._tuning.decoded(seconds)
+        """Tell `--miss auto`, or the guard of another way, how long a token took. Sessions do; who decodes by himself must."""
+        if self._watch:
+            self._watch.decoded(seconds)
 
     def take_notes(self) -> list[str]:
-        """What `--miss auto` found out since the last call, for people."""
-        return self._tuning.take_notes() if self._tuning else []
+        """What they found out since the last call, for people."""
+        return self._watch.take_notes() if self._watch else []
 
     @property
     def host_pool(self) -> str:
@@ -291,8 +292,8 @@ class Model:
         cannot be: nothing changed."""
         with self._resizing:
             self.plan, done = resize(self.experts.pager, self.plan, expert_cache, self._device)
-            if self._tune:  # what is fastest depends on the size
-                self._tuning = self._tune()
+            if self._watcher:  # what is fastest depends on the size
+                self._watch = self._watcher()
         return done
 
     def check_integrity(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tinyserve_gguf import _shim
 from tinyserve_gguf._shim import Device, Pager, Part
 from tinyserve_gguf.facts import ExpertLayer, ModelFacts, PartFacts, TensorFacts
 from tinyserve_gguf.plan import Plan
@@ -25,7 +24,7 @@ def open_pager(plan: Plan, device: Device, policy: str, engine: str, cpu_threads
                 parts = [_part(plan.facts, part) for part in layer.parts]
                 layers[layer.block, layer.family] = pager.add_layer(index, layer.n_expert, layer.n_used, parts), layer
         if cpu_threads:
-            pager.use_cpu(next(device for device in _shim.devices() if device.is_cpu), cpu_threads)
+            pager.use_cpu(cpu_threads)
         pager.commit()
     except BaseException:
         pager.close()

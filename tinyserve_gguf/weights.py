@@ -13,8 +13,9 @@ from tinyserve_gguf.errors import CapacityError, OptionError
 from tinyserve_gguf.experts import Experts
 from tinyserve_gguf.live import ExpertMap, Resized, read_map, resize
 from tinyserve_gguf.miss import MissOptions
-from tinyserve_gguf.miss_tuning import Tuning, start_misses
+from tinyserve_gguf.miss_tuning import Tuning, Watching, start_misses, watcher
 from tinyserve_gguf.paging import EXPERT_PATTERN, Layers, open_pager
+from tinyserve_gguf.placement import default_threads
 from tinyserve_gguf.plan import Plan
 from tinyserve_gguf.stats import Stats
 from tinyserve_gguf.window import WindowCounts
@@ -42,7 +43,7 @@ class Weights:
         self._closed_windows, self._windows_before = WindowCounts(), WindowCounts()  # of closed ones; at the last reset of the counters
         self._native: NativeModel | None = None
         self._experts: Experts | None = None
-        self.tuning: Tuning | None = None
+        self.tuning: Tuning | Watching | None = None
         self.pager: Pager | None = None
         self._layers: Layers = {}
         self._keep: list[object] = []  # what the loader's parameters point at
@@ -66,7 +67,7 @@ class Weights:
             assert self._device
             self.pager.ready()
             self._experts = Experts(self.pager, self._layers)
-            self.tuning = start_misses(self.pager, self._misses, self.plan.facts, self._device, "auto", None)
+            self.tuning = start_misses(self.pager, self._misses, self.plan.facts, self._device, "auto", None, default_threads())
 
     def why_not_loaded(self) -> CapacityError | None:
         """After a load that failed: the error, if memory for the experts was missing."""
@@ -146,8 +147,7 @@ class Weights:
         with self._resizing:
             assert self._device
             self.plan, done = resize(self.experts.pager, self.plan, expert_cache, self._device)
-            if self._misses.mode == "auto":  # what is fastest depends on the size
-                self.tuning = start_misses(self.experts.pager, self._misses, self.plan.facts, self._device, "auto", None)
+            self.tuning = watcher(self.experts.pager, self._misses, self.plan.facts, self._device, "auto", None, default_threads())
         return done
 
     def set_policy(self, policy: str) -> None:

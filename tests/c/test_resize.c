@@ -315,6 +315,29 @@ static void while_the_cpu_computes_misses(void) {
     }
 }
 
+// Whole layers make way and come back, also after a size that was refused.
+static void while_whole_layers_are_placed(void) {
+    const struct tsg_miss layers = { .mode = TSG_MISS_LAYERS };
+    const struct spec     spec   = { .type = GGML_TYPE_Q8_0, .tables = true, .n_layers = 4, .n_expert = { 8, 8, 8, 8 }, .n_used = 2, .n_slots = 20 };
+    struct rig            rig    = rig_new(&spec);
+    struct tsg_resized    out;
+    CHECK(tsg_pager_use_cpu(rig.pager, rig.cpu, 1) == TSG_OK);
+    rig_load(&rig);
+    CHECK(tsg_pager_set_miss(rig.pager, &layers) == TSG_OK && rig.pager->layers[3]->whole && rig.pager->layers[2]->whole && !rig.pager->layers[1]->whole);
+    for (uint64_t i = 0; i < 24; i++) {
+        const int64_t n     = (int64_t[]) { 12, 4, 32, 27, 9, 2 }[i % 6];
+        int64_t       whole = 0;
+        CHECK(resize(&rig, n, &out) == TSG_OK && rig_failed(resize(&rig, 1, &out), TSG_E_ARGUMENT, "cannot hold"));
+        for (int32_t l = 0; l < 4; l++) {
+            whole += rig.pager->layers[l]->whole;
+        }
+        CHECK(whole == (n < 32 ? n / 8 : 0) && tsg_pager_check_integrity(rig.pager) == TSG_OK);
+        rig_check_slots(&rig);
+        rig_compare_random(&rig, rig.paged.backend, i % 4 == 3 ? 40 : 1 + (int32_t) (i % 3), i + 1);
+    }
+    rig_close(&rig);
+}
+
 // ---- a device with little memory ----
 
 static struct {
@@ -470,6 +493,7 @@ int main(int argc, char ** argv) {
         TEST(while_a_thread_computes),
         TEST(the_lock_goes_round),
         TEST(while_the_cpu_computes_misses),
+        TEST(while_whole_layers_are_placed),
         TEST(without_room_for_both_the_old_go_first),
         TEST(what_does_not_fit_is_refused_and_nothing_changes),
         TEST(where_nothing_comes_back_graphs_fail),
