@@ -110,7 +110,7 @@ class Llama(StockLlama):  # type: ignore[misc]
                 self._construct(path, given)
                 return
             decision = decide(path, paged, given)
-            self._weights = Weights(decision.plan, decision.device, paged.policy, decision.misses)
+            self._weights = Weights(decision.plan, decision.device, paged.policy, decision.misses, decision.n_threads)
             self._construct(decision.path, decision.stock)
             self.model_path = path
             self._first_seed = self._seed
@@ -122,7 +122,10 @@ class Llama(StockLlama):  # type: ignore[misc]
         except BaseException:
             self.close()
             raise
-        for line in self.lines():
+        self._say(self.lines())
+
+    def _say(self, lines: list[str]) -> None:
+        for line in lines:
             log.info("%s", line)
             if self.verbose:
                 print(line, file=sys.stderr)
@@ -255,7 +258,7 @@ class Llama(StockLlama):  # type: ignore[misc]
     def eval(self, tokens: Sequence[int]) -> None:
         """As the base's. With a window the oldest tokens leave when it is full, and `n_tokens` counts them too."""
         sequence = self._sequence
-        if self._weights and self._weights.tuning and len(tokens) == 1:
+        if self._weights and self._weights.watch_misses and len(tokens) == 1:
             self._step_at = time.perf_counter()
         if sequence is None:
             super().eval(tokens)
@@ -280,9 +283,11 @@ class Llama(StockLlama):  # type: ignore[misc]
 
     def sample(self, *arguments: Any, **options: Any) -> int:
         token = int(super().sample(*arguments, **options))
-        if self._step_at is not None and self._weights and self._weights.tuning:
-            self._weights.tuning.decoded(time.perf_counter() - self._step_at)
+        watch = self._weights.watch_misses if self._weights else None
+        if self._step_at is not None and watch:
+            watch.decoded(time.perf_counter() - self._step_at)
             self._step_at = None
+            self._say(watch.take_notes())
         return token
 
     # ---- state ----
