@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import random
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from llamas import COMMON, SIZES, answer, answers, logits_of, opened, paged, stock, tokens_of
 from synthetic import split
 from test_pitfalls import write_adapter
+from test_threads import entries, resident_bytes
 
 from tinyserve_gguf import Llama, ModelFileError, OptionError, TinyserveError, UnknownOptionError
 from tinyserve_gguf.errors import EngineError
@@ -405,3 +407,33 @@ def test_contexts_of_contexts(model_file: ModelFile) -> None:
         first.set_policy("lru")
         assert third.stats().policy == "lru"
         assert third.experts[0, 0].pager is first.experts[0, 0].pager
+
+
+def test_nothing_leaks(model_file: ModelFile) -> None:
+    """A server makes a context for every request: what is closed is gone, and so is a model that nobody closed."""
+    path = model_file("qwen3moe", embd=256, ff=512, experts=16, gate="Q8_0", up="Q8_0", down="Q8_0")
+
+    def use(model: Llama) -> weakref.ref[Llama]:
+        model(LONG[:20], max_tokens=2)
+        return weakref.ref(model)
+
+    def cycle() -> None:
+        first = paged(path, "50%", n_ctx=1024)
+        gone = []
+        for _ in range(4):
+            other = first.new_context()
+            gone.append(use(other))
+            other.close()
+        del other
+        gone.append(use(first))
+        del first
+        gc.collect()
+        assert [model() for model in gone] == [None] * 5
+
+    for _ in range(3):
+        cycle()
+    memory, files, threads = resident_bytes(), entries("/proc/self/fd"), entries("/proc/self/task")
+    for _ in range(12):
+        cycle()
+    assert resident_bytes() - memory < path.stat().st_size / 2  # one slot pool that stayed of each would be three times the file
+    assert (entries("/proc/self/fd"), entries("/proc/self/task")) == (files, threads)
