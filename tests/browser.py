@@ -21,7 +21,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
 QUIET = ("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--force-prefers-reduced-motion", "--no-proxy-server")
 LAPTOP = (1366, 657)  # what a browser leaves of 1366 x 768
-LONG = 120  # seconds that no test waits for in vain
+LONG = 60  # seconds that no test waits for in vain
 
 
 class Browser:

@@ -11,7 +11,9 @@ import pytest
 # Read by libgomp when llama.cpp is loaded, so before that. By default threads spin while they wait for each other; tiny models do nothing but wait,
 # and beside other work on two cores test_every_pool_size took 398 s instead of 78 s.
 os.environ["OMP_WAIT_POLICY"] = "passive"
+os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"  # it would call home
 
+from reshaped import dense
 from synthetic import build
 
 from tinyserve_gguf.demo import build_demo
@@ -32,6 +34,12 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> ModelFile:
         return paths[key]
 
     return made
+
+
+@pytest.fixture(scope="session")
+def dense_file(model_file: ModelFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model with a tokenizer. Do not change the file."""
+    return dense(model_file("mixtral"), tmp_path_factory.mktemp("dense") / "dense.gguf")
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ class Server:
         self._reader.start()
         if not self._up.wait(LONG) or not self.url:
             self.process.kill()
-            raise AssertionError("".join(self.lines))
+            raise AssertionError(self.end()[1])
 
     def _read(self) -> None:
         assert self.process.stderr

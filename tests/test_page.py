@@ -55,6 +55,12 @@ def answered(page: Browser) -> bool:
     return page["send"].is_displayed()
 
 
+def write_size(page: Browser, text: str) -> None:
+    """Over what is there, as a user does."""
+    page["size"].send_keys(Keys.CONTROL + "a")
+    page["size"].send_keys(text)
+
+
 def resident(page: Browser) -> int:
     return int(page.text("resident").split()[0])
 
@@ -185,8 +191,7 @@ def test_resizing_while_a_reply_runs(server: Server, page: Browser) -> None:
     ask(page, STORY)
     page.until(lambda: len(page.text("log")) > len(STORY) + 10)
     for size, slots in (("50%", 120), ("all", 240), ("30", 30)):
-        page["size"].clear()
-        page["size"].send_keys(size)
+        write_size(page, size)
         page["apply"].click()
         page.until(lambda slots=slots: f"expert cache: {slots} of 240 experts instead of" in page.text("resized"))
         page.until(lambda slots=slots: f"in {slots} slots" in str(page["resident"].get_attribute("title")))
@@ -195,22 +200,19 @@ def test_resizing_while_a_reply_runs(server: Server, page: Browser) -> None:
     page["stop"].click()
     page.until(lambda: answered(page))
     for wrong, why in (("1", "too small"), ("many", "the expert cache is all, auto")):
-        page["size"].clear()
-        page["size"].send_keys(wrong, Keys.ENTER)
+        write_size(page, wrong + Keys.ENTER)
         page.until(lambda why=why: why in page.text("resized"))
         assert page.text("resized").endswith("; nothing changed")
     with server.http() as http:
         assert http.get("/v1/experts").json()["slots"]["total"] == 30
-    page["size"].clear()
-    page["size"].send_keys("25%", Keys.ENTER)
+    write_size(page, "25%" + Keys.ENTER)
     page.until(lambda: "60 of 240" in page.text("resized"))
 
 
 def test_the_slider_names_a_share(page: Browser) -> None:
     page["share"].send_keys(Keys.ARROW_RIGHT)
     assert page["size"].get_attribute("value") == "26%"
-    page["size"].clear()
-    page["size"].send_keys("75%")
+    write_size(page, "75%")
     assert page["share"].get_attribute("value") == "75"
 
 

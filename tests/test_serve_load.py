@@ -15,32 +15,39 @@ import httpx
 from serving import Server, serving
 
 CLIENTS, REQUESTS, WARM_UP = 8, 200, 60
-QUESTIONS = ("Name a river.", "Say hello in French.", "What is 2 + 2?", "你好! 🙂", "Name a city.", "Why is the sky blue?")
-BODIES: list[dict[str, Any]] = [
-    {"messages": [{"role": "user", "content": question}], "max_tokens": 6, "temperature": temperature, "seed": seed, **more}
-    for seed, question in enumerate(QUESTIONS)
-    for temperature, more in ((1.0, {}), (0.0, {"stop": [" the"], "logit_bias": {"198": -5}}))
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+Ask = tuple[str, dict[str, Any]]
+ASKS: list[Ask] = [
+    *((CHAT, {"messages": [{"role": "user", "content": text}]}) for text in ("Name a river.", "What is 2 + 2?", "你好! 🙂")),
+    *((TEXT, {"prompt": text}) for text in ("Once upon a time", "The sun is", "A river in", "你好", "Dear Sir")),
+    (TEXT, {"prompt": "The capital of", "temperature": 0, "stop": [" the"], "logit_bias": {"198": -5}}),
+    (TEXT, {"prompt": "I think", "grammar": "root ::= [a-z 你好🙂]+"}),
 ]
-CHAT = "/v1/chat/completions"
+ASKS = [(path, {"max_tokens": 5, "seed": seed, **body}) for seed, (path, body) in enumerate(ASKS)]
 
 
-def reply(http: httpx.Client, body: dict[str, Any]) -> str:
-    answer = http.post(CHAT, json=body)
+def text_of(choice: dict[str, Any]) -> str:
+    """Of a whole reply or of a part, of either kind."""
+    return str(choice["text"]) if "text" in choice else str(choice.get("message", choice.get("delta")).get("content", ""))
+
+
+def reply(http: httpx.Client, ask: Ask) -> str:
+    answer = http.post(ask[0], json=ask[1])
     assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["message"]["content"])
+    return text_of(answer.json()["choices"][0])
 
 
-def read_some(http: httpx.Client, body: dict[str, Any], n_events: int | None) -> str | None:
+def read_some(http: httpx.Client, ask: Ask, n_events: int | None) -> str | None:
     """The text of a stream; None if it is left after `n_events`."""
     text = ""
-    with http.stream("POST", CHAT, json=body | {"stream": True}) as answer:
+    with http.stream("POST", ask[0], json=ask[1] | {"stream": True}) as answer:
         assert answer.status_code == 200, answer.read()
         for number, line in enumerate(line for line in answer.iter_lines() if line):
             if n_events is not None and number >= n_events:
                 return None
             if line == "data: [DONE]":
                 return text
-            text += "".join(choice["delta"].get("content", "") for choice in json.loads(line.removeprefix("data: "))["choices"])
+            text += "".join(map(text_of, json.loads(line.removeprefix("data: "))["choices"]))
     raise AssertionError("the stream ended without an end")
 
 
@@ -53,12 +60,12 @@ def anonymous_memory(server: Server) -> int:
 def test_load(demo_model: Path) -> None:
     rng = random.Random(7)
     plan: list[tuple[int, str, int]] = [
-        (rng.randrange(len(BODIES)), rng.choices(("read", "whole", "leave", "vanish"), (4, 2, 3, 1))[0], rng.randrange(5)) for _ in range(REQUESTS)
+        (rng.randrange(len(ASKS)), rng.choices(("read", "whole", "leave", "vanish"), (4, 2, 3, 1))[0], rng.randrange(5)) for _ in range(REQUESTS)
     ]
-    options = ["--parallel", "2", "--queue", str(CLIENTS), "-c", "256", "-t", "1", "--expert-cache", "50%"]
+    options = ["--parallel", "2", "--queue", str(CLIENTS), "-c", "256", "-t", "2", "--expert-cache", "75%"]
     with serving(demo_model, *options) as server:
         with server.http() as http:
-            alone = [reply(http, body) for body in BODIES]
+            alone = [reply(http, ask) for ask in ASKS]
         assert len(set(alone)) > 6
         finished = 0
 
@@ -66,14 +73,14 @@ def test_load(demo_model: Path) -> None:
             which, what, n_events = step
             with server.http() as http:
                 if what == "whole":
-                    return reply(http, BODIES[which]) == alone[which]
+                    return reply(http, ASKS[which]) == alone[which]
                 if what == "vanish":  # before anything came
                     try:
-                        http.post(CHAT, json=BODIES[which] | {"n": 20}, timeout=httpx.Timeout(60, read=0.05 * (n_events + 1)))
+                        http.post(ASKS[which][0], json=ASKS[which][1] | {"n": 128}, timeout=httpx.Timeout(60, read=0.05 * (n_events + 1)))
                     except httpx.ReadTimeout:
                         return True
-                    raise AssertionError("20 replies in no time")
-                text = read_some(http, BODIES[which], n_events if what == "leave" else None)
+                    raise AssertionError("128 replies in no time")
+                text = read_some(http, ASKS[which], n_events if what == "leave" else None)
                 return text is None or text == alone[which]
 
         memory = []

@@ -170,6 +170,8 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
         ({"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
         ({"audio": {}}, "audio"),
+        ({"stop": "\ud83d"}, "half a character"),
+        ({"tools": [TOOL | {"function": {"name": "a", "description": "\udc00"}}]}, "half a character"),
         ({"functions": []}, "functions"),
     ],
 )

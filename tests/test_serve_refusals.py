@@ -11,8 +11,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from processes import cli, refused
+from click.testing import CliRunner
+from processes import cli, error_line, refused
 from serving import Server, serving
+
+from tinyserve_gguf.cli import main
 
 ModelFile = Callable[..., Path]
 
@@ -57,8 +60,10 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         (CHAT, HELLO | {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "'fly'", "tool_choice"),
         (CHAT, HELLO | {"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls", "parallel_tool_calls"),
         (CHAT, HELLO | {"tools": TOOLS, "logprobs": True}, "logprobs with tools", "logprobs"),
-        (CHAT, HELLO | {"grammar": "root ::="}, "does not take the grammar", "grammar"),
+        (CHAT, HELLO | {"grammar": "root ::= ("}, "does not take the grammar", "grammar"),
         (CHAT, HELLO | {"grammar": "leaf ::= [a-z]"}, "does not take the grammar", "grammar"),
+        (CHAT, HELLO | {"grammar": r'root ::= "\x00"', "top_k": 0}, "no token", "grammar"),
+        (CHAT, HELLO | {"grammar": "root ::= <[999999]>"}, "no token", "grammar"),
         (CHAT, HELLO | {"grammar": "root ::= root [a-z]"}, "does not take the grammar", "grammar"),
         (CHAT, HELLO | {"grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000}, "too large", "grammar"),
         (
@@ -175,12 +180,12 @@ def test_the_map_of_experts(http: httpx.Client) -> None:
 
 def test_another_size_of_the_cache_while_a_reply_runs(server: Server, http: httpx.Client) -> None:
     """The reply is the one that it would have been, and who has room stays."""
-    ask = {"prompt": "Once upon a time", "max_tokens": 180, "temperature": 0}
+    ask = {"prompt": "Once upon a time", "max_tokens": 150, "temperature": 0, "grammar": "root ::= [a-z ]+"}
     whole = http.post(TEXT, json=ask | {"seed": 1}).json()["choices"][0]["text"]
     sizes = iter(["100%", "25%", "12", "75%", "50%"])
     with server.client() as client:
         text = ""
-        for number, chunk in enumerate(client.completions.create(model="tiny", seed=1, stream=True, **ask)):  # type: ignore[call-overload]
+        for number, chunk in enumerate(client.completions.create(model="tiny", seed=1, stream=True, extra_body=ask, prompt="")):
             text += chunk.choices[0].text
             if number % 20 == 10 and (size := next(sizes, None)):
                 before = http.get("/v1/experts").json()
@@ -201,7 +206,7 @@ def test_another_size_of_the_cache_while_a_reply_runs(server: Server, http: http
     assert server.metrics()['tinyserve_expert_slots{state="total"}'] == 12
 
 
-@pytest.mark.parametrize("size", ["1000TiB%", "-1", "2", ""])
+@pytest.mark.parametrize("size", ["1000TiB%", "-1", "1", ""])
 def test_a_size_of_the_cache_that_cannot_be(http: httpx.Client, size: str) -> None:
     before = http.get("/v1/experts").json()["slots"]["total"]
     assert error_of(http.put("/v1/experts/cache", json={"expert_cache": size}), 400)["param"] == "expert_cache"
@@ -222,13 +227,10 @@ def test_with_a_window_no_prompt_is_too_long(model_file: ModelFile) -> None:
         assert http.get("/v1/models").json()["data"][0]["meta"]["window"] is True
 
 
-def test_a_dense_model_has_no_experts(model_file: ModelFile, tmp_path: Path) -> None:
-    from reshaped import dense
-
-    path = dense(model_file("qwen3moe"), tmp_path / "dense.gguf")
+def test_a_dense_file_has_no_experts(dense_file: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\n\ntwo\n")
-    with serving(path, "-c", "256", "-t", "1", "--api-key-file", str(keys), key=None) as server:
+    with serving(dense_file, "-c", "256", "-t", "1", "--api-key-file", str(keys), key=None) as server:
         for key in ("one", "two"):
             with server.http(headers={"Authorization": f"Bearer {key}"}) as http:
                 assert http.post(CHAT, json=HELLO).json()["usage"]["tinyserve"] is None
@@ -242,10 +244,17 @@ def test_what_serve_does_not_start_with(model_file: ModelFile, tmp_path: Path) -
         port = taken.getsockname()[1]
         assert f"port {port}" in refused(cli("serve", model, "--port", str(port), cwd=tmp_path))
     assert "no chat format 'x'" in refused(cli("serve", model, "--port", "0", "--chat-format", "x", cwd=tmp_path))
-    assert "API key" in refused(cli("serve", model, "--port", "0", "--api-key", "", cwd=tmp_path))
+    assert "give it or -c" in refused(cli("serve", model, "--port", "0", "--window", "-c", "512", cwd=tmp_path))
     (tmp_path / "empty").write_text("\n")
-    assert "holds no key" in refused(cli("serve", model, "--port", "0", "--api-key-file", "empty", cwd=tmp_path))
-    assert "--window" in refused(cli("serve", model, "--port", "0", "--window", "-c", "512", cwd=tmp_path))
+    for options, about in (
+        (["--api-key", ""], "API key"),
+        (["--api-key", "a b\n"], "API key"),
+        (["--api-key-file", str(tmp_path / "empty")], "holds no key"),
+        (["--api-key-file", str(tmp_path / "none")], "--api-key-file"),
+        (["--parallel", "0"], "--parallel"),
+        (["--port", "65536"], "--port"),
+    ):
+        assert about in error_line(CliRunner().invoke(main, ["serve", str(model), *options]))
 
 
 @pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "prometheus_client"])

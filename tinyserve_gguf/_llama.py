@@ -64,8 +64,8 @@ def bind(*prototypes: tuple[str, Any, list[Any]]) -> SimpleNamespace:
 
 
 class _Log:
-    """llama.cpp's log: every line goes to the logger `tinyserve_gguf.llama`, and the last lines are kept for error messages. Once there is a model
-    of llama-cpp-python's class `Llama` the log also goes where that class sends it: to stderr, unless `verbose=False`."""
+    """llama.cpp's log: every line goes to the logger `tinyserve_gguf.llama`, and the last lines are kept for error messages. After a
+    `Llama(verbose=True)`, which is llama-cpp-python's default, it also goes where that class sends it: to stderr."""
 
     def __init__(self) -> None:
         self.recent: deque[tuple[int, str]] = deque(maxlen=400)  # (level, line)
@@ -77,7 +77,7 @@ class _Log:
         C.llama_log_set(self._callback, ctypes.c_void_p(0))
 
     def _on_line(self, level: int, text: bytes, _user: object) -> None:
-        if stock_log.logger.level != logging.NOTSET:
+        if stock_log.logger.level == logging.DEBUG:
             stock_log.llama_log_callback(level, text, None)
         self._level = _LOG_LEVELS.get(level, self._level)
         self._partial += text.decode("utf-8", "replace")

@@ -110,7 +110,7 @@ class Llama(StockLlama):  # type: ignore[misc]
                 self._construct(path, given)
                 return
             decision = decide(path, paged, given)
-            self._weights = Weights(decision.plan, decision.device, paged.policy, decision.misses)
+            self._weights = Weights(decision.plan, decision.device, paged.policy, decision.misses, decision.n_threads)
             self._construct(decision.path, decision.stock)
             self.model_path = path
             self._first_seed = self._seed
@@ -122,7 +122,10 @@ class Llama(StockLlama):  # type: ignore[misc]
         except BaseException:
             self.close()
             raise
-        for line in self.lines():
+        self._say(self.lines())
+
+    def _say(self, lines: list[str]) -> None:
+        for line in lines:
             log.info("%s", line)
             if self.verbose:
                 print(line, file=sys.stderr)
@@ -132,6 +135,8 @@ class Llama(StockLlama):  # type: ignore[misc]
         with explained() as cause:
             try:
                 super().__init__(path, **options)
+                if self.lora_path and not self._lora_adapter:  # the base takes a null pointer for an adapter
+                    raise ModelFileError(f"{self.lora_path}: llama.cpp cannot load this adapter: {cause()}")
             except ValueError as error:
                 if str(error).startswith("Failed to load model"):
                     raise (self._weights and self._weights.why_not_loaded()) or ModelFileError(
@@ -139,10 +144,6 @@ class Llama(StockLlama):  # type: ignore[misc]
                     ) from error
                 if str(error).startswith("Failed to create llama_context"):
                     raise OptionError(f"llama.cpp cannot make this context (try a smaller n_ctx or n_batch): {cause()}") from error
-                raise
-            except RuntimeError as error:
-                if "LoRA" in str(error):
-                    raise ModelFileError(f"{error}: {cause()}") from error
                 raise
 
     # ---- where the base's constructor is met ----
@@ -248,12 +249,16 @@ class Llama(StockLlama):  # type: ignore[misc]
         self._sequence = None
         self._stock_model = self._ctx = self.tokenizer_ = CLOSED
 
+    def __del__(self) -> None:
+        if "_stack" in vars(self):  # else the constructor did not even begin
+            self.close()
+
     # ---- decoding ----
 
     def eval(self, tokens: Sequence[int]) -> None:
         """As the base's. With a window the oldest tokens leave when it is full, and `n_tokens` counts them too."""
         sequence = self._sequence
-        if self._weights and self._weights.tuning and len(tokens) == 1:
+        if self._weights and self._weights.watch_misses and len(tokens) == 1:
             self._step_at = time.perf_counter()
         if sequence is None:
             super().eval(tokens)
@@ -278,9 +283,11 @@ class Llama(StockLlama):  # type: ignore[misc]
 
     def sample(self, *arguments: Any, **options: Any) -> int:
         token = int(super().sample(*arguments, **options))
-        if self._step_at is not None and self._weights and self._weights.tuning:
-            self._weights.tuning.decoded(time.perf_counter() - self._step_at)
+        watch = self._weights.watch_misses if self._weights else None
+        if self._step_at is not None and watch:
+            watch.decoded(time.perf_counter() - self._step_at)
             self._step_at = None
+            self._say(watch.take_notes())
         return token
 
     # ---- state ----

@@ -74,6 +74,7 @@ class Decision:
     plan: Plan
     device: Device | None  # None: llama.cpp chooses
     misses: MissOptions
+    n_threads: int
     kv: KvOptions
     context: ContextPlan | None  # with a window or KV types of ours
 
@@ -109,16 +110,19 @@ def decide(path: str, paged: PagedOptions, given: dict[str, Any]) -> Decision:
         stock["n_ctx"] = spec.window.size
     if paged.kv_type:
         stock |= {"type_k": spec.kv.keys.type_id, "type_v": spec.kv.values.type_id, "flash_attn": uses_flash(facts, spec.kv, device)}
-    misses = paged.misses.completed(asked["n_threads"] or default_threads())
+    n_threads = asked["n_threads"] or default_threads()
+    misses = paged.misses.completed(n_threads)
     if not facts.is_moe:
         if misses.uses_cpu:
             raise OptionError(f"{facts.name} is dense: there is no expert to miss, drop miss={paged.miss!r}")
         if n_gpu_layers is None:
             stock["n_gpu_layers"] = 0 if device.is_cpu else -1
-        return Decision(str(facts.path), stock, plan, device if n_gpu_layers is None or paged.device != "auto" else None, misses, spec.kv, context)
+        return Decision(
+            str(facts.path), stock, plan, device if n_gpu_layers is None or paged.device != "auto" else None, misses, n_threads, spec.kv, context
+        )
     _check_placement(facts, device, asked, n_gpu_layers)
     stock["n_gpu_layers"] = -1  # of the device that pages, which is the CPU's too where that plays the device
-    return Decision(str(facts.path), stock, plan, device, misses, spec.kv, context)
+    return Decision(str(facts.path), stock, plan, device, misses, n_threads, spec.kv, context)
 
 
 def _device_name(paged: PagedOptions, asked: dict[str, Any], n_gpu_layers: int | None) -> str:

@@ -168,7 +168,7 @@ def watcher(
 def start_misses(
     pager: Pager, misses: MissOptions, facts: ModelFacts, device: Device, engine: str, link_gbps: float | None, n_threads: int
 ) -> Tuning | Watching | None:
-    """Let the misses of a pager that is ready be what was asked for. Who hears of every token, as `watcher` says."""
+    """Let the misses of a pager that is ready be what was asked for, and return their `watcher`."""
     if misses.uses_cpu and misses.mode != "auto":
         pager.set_miss(misses.resolve(lambda: link_gbps * 1e9 if link_gbps else device.link_rate()))
     return watcher(pager, misses, facts, device, engine, link_gbps, n_threads)

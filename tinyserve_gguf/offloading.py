@@ -90,6 +90,8 @@ def _init(self: Any, *arguments: Any, **options: Any) -> None:
     if block is None or isinstance(self, Llama):
         _stock_init(self, *arguments, **options)
         return
+    kind: Any = type(self)
+    self.__class__ = Llama if kind is StockLlama else _paged_kind(kind)
     given = dict(_signature.bind(self, *arguments, **options).arguments)
     path = given.pop("model_path")
     for name in ("self", "kwargs"):  # the latter are those that nobody knows
@@ -101,8 +103,6 @@ def _init(self: Any, *arguments: Any, **options: Any) -> None:
         paged = replace(paged, expert_cache="auto", miss="fetch")
     if paged.window is not None:
         given.pop("n_ctx", None)
-    kind: Any = type(self)
-    self.__class__ = Llama if kind is StockLlama else _paged_kind(kind)
     self._begin()
     self._open(path, paged, given)
 

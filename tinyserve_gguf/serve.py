@@ -105,10 +105,17 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.drain()
+        told_twice = asyncio.create_task(self._give_up_when_told())
         await super().shutdown(sockets)
-        for task in list(self.server_state.tasks):  # there are some if it was told twice
-            task.cancel()
-        await asyncio.sleep(0)
+        told_twice.cancel()
+        self._service.give_up()
+        while self.server_state.tasks:  # they answer that it ends
+            await asyncio.sleep(0.02)
+
+    async def _give_up_when_told(self) -> None:
+        while not self.force_exit:
+            await asyncio.sleep(0.05)
+        self._service.give_up()
 
 
 def serve(llama: ServedLlama, options: ServeOptions, listener: socket.socket, *, ready: Callable[[], None], verbose: bool = False) -> None:

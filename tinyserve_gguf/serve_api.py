@@ -16,6 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.staticfiles import StaticFiles
 
+from tinyserve_gguf import serve_metrics
 from tinyserve_gguf.errors import CapacityError, EngineError, OptionError
 from tinyserve_gguf.serve_http import Guard, add_error_handlers
 from tinyserve_gguf.serve_jobs import Reply
@@ -58,39 +59,41 @@ def make_app(service: Service) -> Guard:
 
         reply = Reply(prepared, service.model_id, put)
         future = submitted(lambda: service.dispatcher.submit(reply.run, prepared.prompts[0]))
+        future.add_done_callback(lambda _: metrics.observe_cost(reply.cost))
         future.add_done_callback(put)
-        watcher = asyncio.create_task(watch(request, events))
+        service.running.add(reply.cancelled)
 
-        def end() -> None:
-            watcher.cancel()
+        def give_up() -> None:
+            """Nobody waits any more."""
+            if not future.done() and not reply.cancelled.is_set():
+                metrics.observe_disconnect()
             reply.cancelled.set()
-            if not future.cancel():
-                future.add_done_callback(lambda _: metrics.observe_cost(reply.cost))
+            future.cancel()
+            service.running.discard(reply.cancelled)
+
+        watcher = asyncio.create_task(watch(request, give_up, events))
 
         async def parts(first: Json) -> AsyncIterator[bytes]:
             event: object = first
             try:
                 while not isinstance(event, Future):
                     if event is GONE:
-                        metrics.observe_disconnect()
                         return
                     yield _event(event)
                     event = await events.get()
-                error = event.exception()
+                error = failure(event)
                 yield _event(_error_of(error).body) if error else b"data: [DONE]\n\n"
-                if error and not isinstance(error, GivenUpError):
-                    raise error
+                if error and not isinstance(error, CancelledError | GivenUpError | RequestError):
+                    raise error  # to the log
             finally:
-                end()
+                watcher.cancel()
+                give_up()
 
         first = await events.get()
-        if isinstance(first, Future):
-            end()
-            return JSONResponse(result_of(first))
-        if first is GONE:
-            end()
-            metrics.observe_disconnect()
-            return Response(status_code=499)
+        if first is GONE or isinstance(first, Future):
+            watcher.cancel()
+            give_up()
+            return JSONResponse(result_of(future)) if first is not GONE else Response(status_code=serve_metrics.GONE)
         return StreamingResponse(parts(first), media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     # ---- models, embeddings, health ----
@@ -109,7 +112,9 @@ def make_app(service: Service) -> Guard:
         service.check_model(body.model)
         dispatcher = await run_in_threadpool(service.embedder, body.inputs)
         future = submitted(lambda: dispatcher.submit(lambda llama: llama.embed(body.inputs, normalize=True, truncate=False, return_count=True)))
-        vectors, n_tokens = await asyncio.wrap_future(future)
+        await asyncio.wait([done := asyncio.wrap_future(future)])
+        _ = done.cancelled() or done.exception()  # seen, so that asyncio does not complain
+        vectors, n_tokens = result_of(future)
         encode: Callable[[list[float]], Any] = _base64 if body.encoding_format == "base64" else list
         data = [{"object": "embedding", "index": number, "embedding": encode(vector)} for number, vector in enumerate(vectors)]
         return {"object": "list", "data": data, "model": service.model_id, "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens}}
@@ -137,14 +142,15 @@ def make_app(service: Service) -> Guard:
         except OptionError as error:
             raise RequestError(str(error), param="expert_cache") from error
 
-    app.mount("/", StaticFiles(directory=WEB, html=True, check_dir=False))
+    app.mount("/", StaticFiles(directory=WEB, html=True))
     return Guard(app, keys=service.keys, max_body=service.max_body, observe=metrics.observe_answer)
 
 
-async def watch(request: Request, events: asyncio.Queue[Any]) -> None:
-    """Puts GONE when the client hangs up."""
+async def watch(request: Request, give_up: Callable[[], None], events: asyncio.Queue[Any]) -> None:
+    """Give up when the client hangs up."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+    give_up()
     events.put_nowait(GONE)
 
 
@@ -158,12 +164,17 @@ def submitted(submit: Callable[[], Future[Any]]) -> Future[Any]:
         raise RequestError("the server is shutting down", status=503, code="closing") from None
 
 
+def failure(future: Future[Any]) -> BaseException | None:
+    """Of one that is done."""
+    return CancelledError() if future.cancelled() else future.exception()
+
+
 def result_of(future: Future[Any]) -> Any:
-    """Of one that is done. Raises RequestError for what can be foreseen."""
-    try:
-        return future.result()
-    except (CancelledError, GivenUpError) as error:
-        raise _error_of(error) from None
+    """Of one that is done. RequestError for what can be foreseen; anything else is raised as it is."""
+    error = failure(future)
+    if isinstance(error, CancelledError | GivenUpError):
+        raise _error_of(error)
+    return future.result()
 
 
 def _error_of(error: BaseException) -> RequestError:

@@ -114,7 +114,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 def validation_error(error: RequestValidationError) -> RequestError:
     """The first thing that is wrong, in one line."""
-    first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+    first = min(error.errors(), key=lambda one: (one["type"] == "extra_forbidden", -len(one["loc"])))  # of several forms the one that fits best
     where = ".".join(str(part) for part in first["loc"] if part != "body" and not str(part)[:1].isupper() and "[" not in str(part))
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":

@@ -6,6 +6,7 @@ never cut within a character, log probabilities without keeping the logits of th
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections import deque
@@ -18,10 +19,12 @@ from tinyserve_gguf._llama import C, NativeModel, explained, stock_formats  # be
 
 # isort: split
 import numpy as np
+import numpy.typing as npt
 
 from tinyserve_gguf.counters import Counts
 from tinyserve_gguf.llama import Llama
 from tinyserve_gguf.serve_reply import Choice, Json, Piece, ReplyText
+from tinyserve_gguf.serve_request import RequestError
 from tinyserve_gguf.stats import Stats, added, hit_rate
 
 _OF_THE_RUN = ("logprobs", "stopping_criteria", "seed", "logit_bias", "model")  # what create_completion is told, and the run knows better
@@ -39,7 +42,7 @@ class Cost:
     """What replies cost. Counters are the model's: while several replies are computed at once, they count what all of them did."""
 
     prompt_tokens: int = 0
-    reused_tokens: int = 0  # of these, not read again
+    read_tokens: int = 0  # of these, computed: the others a context held already
     reply_tokens: int = 0  # without the token that ends a reply
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -50,17 +53,20 @@ class Cost:
         """Both together; `other` is another reply to the same prompt, which counts once."""
         together = Cost.total([self, other])
         together.prompt_tokens = max(self.prompt_tokens, other.prompt_tokens)
-        together.reused_tokens = max(self.reused_tokens, other.reused_tokens) if self.prompt_tokens else other.reused_tokens
         return together
 
     @staticmethod
     def total(costs: Sequence[Cost]) -> Cost:
         """Of different prompts."""
-        counted = [(cost.prefill, cost.decode) for cost in costs if cost.prefill and cost.decode]
+        paged = [(cost.prefill, cost.decode) for cost in costs if cost.prefill and cost.decode]
         return Cost(
-            *(sum(getattr(cost, name) for cost in costs) for name in ("prompt_tokens", "reused_tokens", "reply_tokens")),
-            *(sum(getattr(cost, name) for cost in costs) for name in ("prefill_seconds", "decode_seconds")),
-            *((added(*(counts[phase] for counts in counted)) for phase in (0, 1)) if counted else (None, None)),
+            prompt_tokens=sum(cost.prompt_tokens for cost in costs),
+            read_tokens=sum(cost.read_tokens for cost in costs),
+            reply_tokens=sum(cost.reply_tokens for cost in costs),
+            prefill_seconds=sum(cost.prefill_seconds for cost in costs),
+            decode_seconds=sum(cost.decode_seconds for cost in costs),
+            prefill=added(*(prefill for prefill, _ in paged)) if paged else None,
+            decode=added(*(decode for _, decode in paged)) if paged else None,
         )
 
     def usage(self) -> Json:
@@ -77,7 +83,7 @@ class Cost:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.reply_tokens,
             "total_tokens": self.prompt_tokens + self.reply_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.reused_tokens},
+            "prompt_tokens_details": {"cached_tokens": max(0, self.prompt_tokens - self.read_tokens)},
             "tinyserve": paged,
         }
 
@@ -122,7 +128,12 @@ class ServedLlama(Llama):
 
     run: Run | None = None
     _last: Choice | None = None
-    _pieces: dict[int, bytes] | None = None
+    _sampler: Any
+
+    def __init__(self, model_path: str, **options: Any) -> None:
+        self._pieces: dict[int, bytes] = {}  # these two are shared with further contexts
+        self._short: list[int] = []
+        super().__init__(model_path, **options)
 
     @contextmanager
     def serving(self, run: Run, *, afresh: bool) -> Iterator[None]:
@@ -180,6 +191,30 @@ class ServedLlama(Llama):
         C.llama_sampler_free(sampler)
         return None
 
+    def _check_grammar(self) -> None:
+        """RequestError where the grammar allows no token, such as one with a NUL: llama.cpp would end the process over any that it then takes."""
+        chain = self._sampler.sampler
+        unnamed = {number for number, _ in self._sampler.custom_samplers}  # llama.cpp would call a name that Python's samplers do not have
+        for number in range(C.llama_sampler_chain_n(chain)):
+            sampler = C.llama_sampler_chain_get(chain, number)
+            if number in unnamed or C.llama_sampler_name(sampler) != b"grammar":
+                continue
+            if not any(self._allows(sampler, _candidates(tokens)) for tokens in (self._short_tokens(), range(self._n_vocab))):
+                raise RequestError("the grammar allows no token of this model here", param="grammar")
+
+    def _allows(self, grammar: Any, candidates: npt.NDArray[np.void]) -> bool:
+        """Whether a grammar takes one of the candidates."""
+        found = candidates.copy()
+        data = found.ctypes.data_as(ctypes.POINTER(C.llama_token_data))
+        C.llama_sampler_apply(grammar, ctypes.byref(C.llama_token_data_array(data=data, size=len(found), selected=-1, sorted=False)))
+        return bool((found["logit"] > 0).any())
+
+    def _short_tokens(self) -> list[int]:
+        """Tokens of one byte, and those that end a reply. Where a grammar goes on, it nearly always goes on with one of them."""
+        if not self._short:
+            self._short += [token for token in range(self._n_vocab) if self.native.is_end(token) or len(self.piece(token)) == 1]
+        return self._short
+
     def _phases(self) -> tuple[Counts, Counts] | None:
         stats: Stats = self.stats()
         return (stats.pager.prefill, stats.pager.decode) if stats.pager else None
@@ -194,18 +229,14 @@ class ServedLlama(Llama):
 
     def piece(self, token: int) -> bytes:
         """The bytes of a token; none for control tokens."""
-        if self._pieces is None:
-            self._pieces = {}
         if token not in self._pieces:
             self._pieces[token] = self.native.piece(token)
         return self._pieces[token]
 
     def detokenize(self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False) -> bytes:
-        """As llama-cpp-python does it, for tokens of any length (there 32 bytes are the most) and without asking llama.cpp again for each token of
-        a reply at each of its tokens."""
-        if special or self.run is None:
-            return bytes(super().detokenize(tokens, prev_tokens=prev_tokens, special=special))
-        return b"".join(map(self.piece, tokens))
+        """Nothing while a reply is computed: its text is made of the bytes of tokens as they come. llama-cpp-python asks for the whole text at every
+        token, and would take longer with each."""
+        return b"" if self.run and not special else bytes(super().detokenize(tokens, prev_tokens=prev_tokens, special=special))
 
     def prompt_tokens(self, prompt: str | list[int]) -> list[int]:
         """The tokens that a completion of `prompt` reads."""
@@ -220,13 +251,17 @@ class ServedLlama(Llama):
             return
         for start in range(0, len(tokens), self.n_batch):
             self.run.check()
-            super().eval(tokens[start : start + self.n_batch])
+            batch = tokens[start : start + self.n_batch]
+            super().eval(batch)
+            if self.run.sampled_at is None:
+                self.run.cost.read_tokens += len(batch)
 
     def sample(self, *args: Any, idx: int | None = None, **options: Any) -> int:
         run = self.run
         if run is None:
             return int(super().sample(*args, idx=idx, **options))
         run.check()
+        self._check_grammar()
         logits = self._logits(idx) if run.n_logprobs is not None else None
         token = int(super().sample(*args, idx=idx, **options))
         now = time.perf_counter()
@@ -252,9 +287,7 @@ class ServedLlama(Llama):
         if run is None:
             yield from super().generate(tokens, *args, **options)
             return
-        first = not run.cost.prompt_tokens
-        if first:
-            run.cost.prompt_tokens, run.cost.reused_tokens = len(tokens), min(self.n_common(tokens), len(tokens) - 1)
+        run.cost.prompt_tokens = run.cost.prompt_tokens or len(tokens)
         start, run.sampled_at = time.perf_counter(), None
         rest = run.rest if self.goes_on else min(self._n_ctx - len(tokens), run.rest or self._n_ctx)
         for made, token in enumerate(super().generate(tokens, *args, **options), 1):
@@ -264,7 +297,7 @@ class ServedLlama(Llama):
                 run.cost.reply_tokens += 1
                 run.put(run.text.add(self.piece(token), self._last))
             yield token
-            # it goes on by itself at the limit, and past a stop string, while a character is not whole
+            # the base sees no text, and so no stop string
             if made == rest or run.text.stopped:
                 return
 
@@ -295,9 +328,7 @@ class ServedLlama(Llama):
         run.finish = "length"
         if not full and limit != 0:
             given = {name: value for name, value in options.items() if name not in _OF_THE_RUN}
-            for chunk in self._create_completion(
-                tokens, stream=True, stop=stops, max_tokens=limit or 0, seed=run.seed, logit_bias=run.logit_bias, **given
-            ):
+            for chunk in self._create_completion(tokens, stream=True, max_tokens=limit or 0, seed=run.seed, logit_bias=run.logit_bias, **given):
                 ended = chunk["choices"][0]["finish_reason"]
                 run.finish = "stop" if run.text.stopped else ended or run.finish
                 if not ended and run.ready.text:
@@ -322,6 +353,13 @@ class ServedLlama(Llama):
             f"the prompt has {n_prompt} tokens, and the context holds {self.n_ctx()} with at least one for the reply: shorten it, or start the "
             "server with a larger -c, or with --window"
         )
+
+
+def _candidates(tokens: Sequence[int]) -> npt.NDArray[np.void]:
+    """An array of llama_token_data, all equally likely."""
+    found = np.zeros(len(tokens), dtype=[("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+    found["id"], found["logit"] = tokens, 1
+    return found
 
 
 def _chunk(base: Json, piece: Piece, run: Run) -> Json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -12,6 +13,8 @@ from tinyserve_gguf.counters import PagerStats
 from tinyserve_gguf.serve_llama import Cost
 from tinyserve_gguf.stats import hit_rate
 
+GONE = 499  # nginx's number for a client that did not wait; nobody receives it
+
 
 class Metrics:
     """One registry for one server. `paging` gives the counters of the expert cache, None for a dense model; the others count requests."""
@@ -19,6 +22,7 @@ class Metrics:
     def __init__(self, paging: Callable[[], PagerStats | None], running: Callable[[], int], waiting: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         self._tokens = Counter("tinyserve_tokens", "Tokens computed.", ["phase"], registry=self.registry)
+        self._lock = threading.Lock()
         self._n_tokens = {"prefill": 0, "decode": 0}
         self._reused = Counter("tinyserve_prompt_tokens_reused", "Prompt tokens that were in the KV cache already.", registry=self.registry)
         self._seconds = Counter("tinyserve_seconds", "Time spent computing tokens.", ["phase"], registry=self.registry)
@@ -40,19 +44,19 @@ class Metrics:
     def observe_answer(self, path: str, status: int) -> None:
         known = path if path.startswith("/v1/") or path in ("/health", "/metrics") else "/"
         self._answers.labels("other" if status == 404 else known, str(status)).inc()
-        if status >= 400:
+        if status >= 400 and status != GONE:
             self._errors.labels(str(status)).inc()
 
     def observe_cost(self, cost: Cost) -> None:
-        """Of a reply, also of one that was given up."""
-        n_read = max(0, cost.prompt_tokens - cost.reused_tokens)
-        for phase, n, seconds in (("prefill", n_read, cost.prefill_seconds), ("decode", cost.reply_tokens, cost.decode_seconds)):
-            self._n_tokens[phase] += n
+        """Of a reply, also of one that was given up. Called from the threads that compute."""
+        for phase, n, seconds in (("prefill", cost.read_tokens, cost.prefill_seconds), ("decode", cost.reply_tokens, cost.decode_seconds)):
+            with self._lock:
+                self._n_tokens[phase] += n
             self._tokens.labels(phase).inc(n)
             self._seconds.labels(phase).inc(seconds)
             if seconds > 0 and n > 0:
                 self._speed.labels(phase).set(n / seconds)
-        self._reused.inc(cost.reused_tokens)
+        self._reused.inc(max(0, cost.prompt_tokens - cost.read_tokens))
 
     def observe_disconnect(self) -> None:
         self._gone.inc()

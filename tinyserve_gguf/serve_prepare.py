@@ -111,7 +111,7 @@ class Preparer:
             if any(token >= self._llama.n_vocab() for token in tokens):
                 raise RequestError(f"a token is outside the vocabulary of {self._llama.n_vocab()}", param="prompt")
             prompts.append(tokens)
-            texts.append(prompt if isinstance(prompt, str) else self._llama.detokenize(tokens, special=True).decode("utf-8", "ignore"))
+            texts.append(prompt if isinstance(prompt, str) else b"".join(map(self._llama.piece, tokens)).decode("utf-8", "ignore"))
         return self._prepared(request, prompts, grammar=self._grammar(request), texts=texts)
 
     def _prepared(self, request: ChatRequest | CompletionRequest, prompts: list[list[int]], **rest: Any) -> Prepared:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -35,6 +36,20 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+class Body(Strict):
+    """A whole body."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, values: Any) -> Any:
+        """JSON can spell halves of characters, which no tokenizer takes."""
+        try:
+            json.dumps(values if isinstance(values, dict) else None, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("a string holds half a character: an unpaired surrogate") from None
+        return values
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = None
 
@@ -43,7 +58,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class Generating(Strict):
+class Generating(Body):
     """What both kinds of completion take. `user` says who asks, which changes no reply."""
 
     model: str | None = None
@@ -290,7 +305,7 @@ class CompletionRequest(Generating):
         return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
 
 
-class EmbeddingRequest(Strict):
+class EmbeddingRequest(Body):
     input: str | Annotated[list[str], Field(min_length=1, max_length=2048)]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
@@ -301,5 +316,5 @@ class EmbeddingRequest(Strict):
         return [self.input] if isinstance(self.input, str) else self.input
 
 
-class CacheRequest(Strict):
+class CacheRequest(Body):
     expert_cache: str

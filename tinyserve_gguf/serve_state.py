@@ -43,6 +43,7 @@ class Service:
         self._expert_cache = options.expert_cache
         self._embedder: Dispatcher[ServedLlama] | None = None
         self._lock = threading.Lock()  # of the embedder, and of resizing
+        self.running: set[threading.Event] = set()  # each ends a reply that waits or runs; of the event loop's thread
         self._created = int(time.time())
         try:
             self.preparer = Preparer(llama, options.sampling, options.chat_format)
@@ -129,6 +130,11 @@ class Service:
         self.dispatcher.drain()
         if self._embedder:
             self._embedder.drain()
+
+    def give_up(self) -> None:
+        """End what runs, soon and unfinished."""
+        for cancelled in list(self.running):
+            cancelled.set()
 
     def close(self) -> None:
         """Wait for what runs, then free everything."""

@@ -16,7 +16,6 @@ from tinyserve_gguf.live import ExpertMap, Resized, read_map, resize
 from tinyserve_gguf.miss import MissOptions
 from tinyserve_gguf.miss_tuning import Tuning, Watching, start_misses, watcher
 from tinyserve_gguf.paging import EXPERT_PATTERN, Layers
-from tinyserve_gguf.placement import default_threads
 from tinyserve_gguf.plan import Plan
 from tinyserve_gguf.split import shares_of
 from tinyserve_gguf.stats import Stats, parts_of
@@ -31,13 +30,14 @@ def check_policy(policy: str) -> None:
 
 class Weights:
     """Call order: `prepare` the loader's parameters, load, `adopt` the llama_model; then every context holds it with `hold` and lets go with
-    `release`. `device` None leaves the choice of devices to llama.cpp."""
+    `release`. `device` None leaves the choice of devices to llama.cpp; `n_threads` are
+    those of its CPU work."""
 
-    def __init__(self, plan: Plan, device: Device | None, policy: str, misses: MissOptions) -> None:
+    def __init__(self, plan: Plan, device: Device | None, policy: str, misses: MissOptions, n_threads: int) -> None:
         self.plan = plan
         self.policy = policy
         self._device = device
-        self._misses = misses
+        self._misses, self._threads = misses, n_threads
         self._lock = Lock()
         self._resizing = Lock()
         self._users = 1  # whoever made it
@@ -45,7 +45,7 @@ class Weights:
         self._closed_windows, self._windows_before = WindowCounts(), WindowCounts()  # of closed ones; at the last reset of the counters
         self._native: NativeModel | None = None
         self._experts: Experts | None = None
-        self.tuning: Tuning | Watching | None = None
+        self.watch_misses: Tuning | Watching | None = None  # hears of every decoded token
         self.pager: Pager | None = None
         self._layers: Layers = {}
         self._keep: list[object] = []  # what the loader's parameters point at
@@ -69,7 +69,7 @@ class Weights:
             assert self._device
             self.pager.ready()
             self._experts = Experts(self.pager, self._layers)
-            self.tuning = start_misses(self.pager, self._misses, self.plan.facts, self._device, "auto", None, default_threads())
+            self.watch_misses = start_misses(self.pager, self._misses, self.plan.facts, self._device, "auto", None, self._threads)
 
     def why_not_loaded(self) -> CapacityError | None:
         """After a load that failed: the error, if memory for the experts was missing."""
@@ -138,7 +138,7 @@ class Weights:
         """The plan, and what could only be known once the model was loaded."""
         if self.pager is None:
             return self.plan.lines()
-        misses = self.tuning.text if self.tuning else self.pager.miss
+        misses = self.watch_misses.text if self.watch_misses else self.pager.miss
         return [*self.plan.lines(), f"engine: {self.pager.engine}", f"host pool: {self.pager.host}", f"misses: {misses}"]
 
     def expert_map(self) -> ExpertMap:
@@ -150,7 +150,7 @@ class Weights:
         with self._resizing:
             assert self._device
             self.plan, done = resize(self.experts.pager, self.plan, expert_cache, self._device)
-            self.tuning = watcher(self.experts.pager, self._misses, self.plan.facts, self._device, "auto", None, default_threads())
+            self.watch_misses = watcher(self.experts.pager, self._misses, self.plan.facts, self._device, "auto", None, self._threads)
         return done
 
     def set_policy(self, policy: str) -> None:

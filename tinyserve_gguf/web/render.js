@@ -29,7 +29,7 @@ function blocks(text) {
     const pre = document.createElement("pre");
     pre.append(element("code", found[1].replace(/\n$/, "")));
     nodes.push(pre);
-    rest = rest.slice(found.index + found[0].length);
+    rest = rest.slice(found.index + found[0].length).replace(/^\n+/, "");
   }
   nodes.push(...inline(rest));
   return nodes;
