@@ -80,7 +80,9 @@ class PagerGroup(Pager):
             pager.set_miss(miss)
 
     def set_link(self, bytes_per_second: float) -> None:
-        for pager in self._pagers:
+        """Of the devices that use theirs: where every expert is resident there is none to slow down."""
+        paging = [pager for pager in self._pagers if not pager.stats().all_resident]
+        for pager in paging or self._pagers:
             pager.set_link(bytes_per_second)
 
     def set_policy(self, policy: str) -> None:
