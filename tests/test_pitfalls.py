@@ -12,8 +12,8 @@ import exact
 import llama_cpp.llama_cpp as C
 import numpy as np
 import pytest
-from gguf import GGUFReader, GGUFWriter
-from synthetic import finish, split
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from synthetic import encode, finish, split
 
 from tinyserve_gguf import load, read_facts
 from tinyserve_gguf._llama import NativeContext, NativeModel
@@ -47,7 +47,7 @@ def test_slots_of_unused_experts_may_hold_nan(model_file: ModelFile, tmp_path: P
 # ---- adapters -------------------------------------------------------------------------------------------------------------------------------
 
 
-def write_adapter(path: Path, model: Path, names: tuple[str, ...], rank: int = 4) -> Path:
+def write_adapter(path: Path, model: Path, names: tuple[str, ...], rank: int = 4, kind: str = "F32") -> Path:
     """A LoRA adapter for these tensors of `model`, random and large enough to matter."""
     facts = read_facts(model)
     writer = GGUFWriter(path, facts.architecture)
@@ -55,11 +55,16 @@ def write_adapter(path: Path, model: Path, names: tuple[str, ...], rank: int = 4
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", float(rank))
     rng = np.random.default_rng(0)
+
+    def add(name: str, shape: tuple[int, ...], std: float) -> None:
+        data = encode(rng.standard_normal(shape, dtype=np.float32) * np.float32(std), kind)
+        writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[kind])
+
     for tensor in facts.tensors:
         if tensor.name.endswith(names):
             ne0, ne1, *experts = tensor.shape
-            writer.add_tensor(f"{tensor.name}.lora_a", rng.standard_normal((*experts, rank, ne0), dtype=np.float32) * np.float32(ne0**-0.5))
-            writer.add_tensor(f"{tensor.name}.lora_b", rng.standard_normal((*experts, ne1, rank), dtype=np.float32))
+            add(f"{tensor.name}.lora_a", (*experts, rank, ne0), ne0**-0.5)
+            add(f"{tensor.name}.lora_b", (*experts, ne1, rank), 1)
     finish(writer)
     return path
 
@@ -88,23 +93,54 @@ def adapted(native: NativeModel, adapter: object, monkeypatch: pytest.MonkeyPatc
 def test_adapters_on_attention(model_file: ModelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, cache: str) -> None:
     path = model_file(name)
     file = write_adapter(tmp_path / "lora.gguf", path, ("attn_q.weight", "attn_q_a.weight", "attn_output.weight"))
+    assert_adapted(path, file, monkeypatch, expert_cache=cache)
+
+
+@pytest.mark.parametrize("cache", ["25%", "all"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "deepseek2-fused", "gemma4", "scaled", "nemotron_h_moe", "grovemoe"])
+def test_adapters_on_experts(model_file: ModelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, cache: str) -> None:
+    """llama.cpp puts their tensors where the weight lies that they change, and looks them up with the router's ids, whatever slots there are."""
+    path = model_file(name)
+    file = write_adapter(tmp_path / "lora.gguf", path, ("exps.weight", "attn_q.weight"))
+    assert_adapted(path, file, monkeypatch, expert_cache=cache)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+@pytest.mark.parametrize("part", ["gate", "up", "down"])
+def test_adapters_on_one_part_of_experts(model_file: ModelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, kind: str) -> None:
+    path = model_file("mixtral")
+    assert_adapted(path, write_adapter(tmp_path / "lora.gguf", path, (f"{part}_exps.weight",), 32, kind), monkeypatch, expert_cache="25%")
+
+
+def assert_adapted(path: Path, file: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
+    """The logits with an adapter, and without it before and after, are llama.cpp's."""
     native = NativeModel(str(path), None, extra_bufts=False)
     plain, expected = exact.run(native, 40, 8), adapted(native, adapter_of(native, file), monkeypatch)
     native.close()
     assert plain != expected
-    with load(path, expert_cache=cache, device="CPU", n_threads=1) as model:
+    with load(path, device="CPU", n_threads=1, **options) as model:  # type: ignore[arg-type]
+        assert exact.run(model.native, 40, 8) == plain
         assert adapted(model.native, adapter_of(model.native, file), monkeypatch) == expected
         assert exact.run(model.native, 40, 8) == plain
         model.check_integrity()
 
 
-def test_adapters_on_experts_are_refused(model_file: ModelFile, tmp_path: Path) -> None:
-    """llama.cpp puts their tensors where the experts lie, and the host pool takes nothing but the file's own: the adapter does not open."""
-    path = model_file("mixtral")
-    file = write_adapter(tmp_path / "lora.gguf", path, ("ffn_up_exps.weight", "ffn_down_exps.weight"))
-    with load(path, expert_cache="25%", device="CPU", n_threads=1) as model:
-        assert adapter_of(model.native, file) is None
-        assert exact.paged(model, 4, (7,)) == exact.stock(path, 4, (7,))
+@pytest.mark.parametrize(("names", "reason"), [(("attn_q.weight",), ""), (("up_exps.weight",), "row by row"), (("down_exps.weight",), "row by row")])
+def test_adapters_and_misses_on_the_cpu(
+    model_file: ModelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], reason: str
+) -> None:
+    """What an adapter adds within the experts the CPU does not compute: misses are fetched, and it is said."""
+    path = model_file("qwen3moe")
+    file = write_adapter(tmp_path / "lora.gguf", path, names)
+    native = NativeModel(str(path), None, extra_bufts=False)
+    expected = adapted(native, adapter_of(native, file), monkeypatch)
+    native.close()
+    with load(path, expert_cache="25%", device="CPU", n_threads=1, miss="cpu") as model:
+        assert adapted(model.native, adapter_of(model.native, file), monkeypatch) == expected
+        pager = model.stats().pager
+        assert pager is not None
+        assert (pager.decode.cpu_rows == 0) == pager.miss.startswith("fetched") == bool(reason)
+        assert reason in pager.miss
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------------------------------
