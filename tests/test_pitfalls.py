@@ -12,11 +12,14 @@ import exact
 import llama_cpp.llama_cpp as C
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from synthetic import encode, finish, split
 
 from tinyserve_gguf import load, read_facts
 from tinyserve_gguf._llama import NativeContext, NativeModel
+from tinyserve_gguf.cli import main
+from tinyserve_gguf.demo import copy_metadata
 
 ModelFile = Callable[..., Path]
 
@@ -161,19 +164,42 @@ def test_one_shard_of_one(model_file: ModelFile, tmp_path: Path, name: str) -> N
 # ---- chat templates -------------------------------------------------------------------------------------------------------------------------
 
 
-def test_template_that_asks_for_the_date(model_file: ModelFile, tmp_path: Path) -> None:
-    """Llama 3.1 and gpt-oss call strftime_now."""
-    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
-    reader = GGUFReader(model_file("mixtral"))
-    from tinyserve_gguf.demo import copy_metadata
-
+def with_template(model: Path, path: Path, template: str) -> Path:
+    """`model` written again with another chat template."""
+    writer, reader = GGUFWriter(path, "llama"), GGUFReader(model)
     copy_metadata(reader, writer, ("tokenizer.chat_template",))
-    writer.add_chat_template("{{ strftime_now('%Y-%m-%d') }}: {% for message in messages %}{{ message['content'] }}{% endfor %}")
+    writer.add_chat_template(template)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     finish(writer)
-    with load(tmp_path / "m.gguf", device="CPU", n_threads=1) as model:
+    return path
+
+
+def test_template_that_asks_for_the_date(model_file: ModelFile, tmp_path: Path) -> None:
+    """Llama 3.1 and gpt-oss call strftime_now."""
+    template = "{{ strftime_now('%Y-%m-%d') }}: {% for message in messages %}{{ message['content'] }}{% endfor %}"
+    with load(with_template(model_file("mixtral"), tmp_path / "m.gguf", template), device="CPU", n_threads=1) as model:
         text = model.render([{"role": "user", "content": "hi"}])
     date, _, rest = text.partition(": ")
     assert rest == "hi"
     assert [part.isdecimal() for part in date.split("-")] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("a\n{% for message in messages %}", "the chat template in the file is broken, line 2: Unexpected end of template"),
+        ("{{ messages[0 }}", "the chat template in the file is broken, line 1: unexpected '}'"),
+        ("{{ messages | nofilter }}", "the chat template in the file is broken, line 1: No filter named 'nofilter'"),
+        ("{{ messages[0].none.content }}", "the chat template refuses these messages: 'dict object' has no attribute 'none'"),
+        ("{{ messages[0].content + 1 }}", "the chat template refuses these messages: can only concatenate str"),
+        ("{{ 1 // (messages | length - 1) }}", "the chat template refuses these messages: integer division or modulo by zero"),
+        ("{{ raise_exception('only the assistant may speak') }}", "the chat template refuses these messages: only the assistant may speak"),
+    ],
+)
+def test_template_that_is_broken(model_file: ModelFile, tmp_path: Path, template: str, message: str) -> None:
+    path = with_template(model_file("mixtral"), tmp_path / "m.gguf", template)
+    done = CliRunner().invoke(main, ["chat", str(path), "-p", "x", "--device", "CPU", "-t", "1"])
+    assert done.exit_code == 2
+    assert not done.stdout
+    assert done.stderr.splitlines()[-1].startswith(f"error: {message}")
