@@ -17,7 +17,8 @@ import pytest
 
 from tinyserve_gguf import Model, OptionError, Sampling, load, read_facts
 from tinyserve_gguf._llama import NativeContext, NativeModel
-from tinyserve_gguf.kv import KV_TYPES, why_no_shift
+from tinyserve_gguf.choices import KV_TYPES
+from tinyserve_gguf.kv import why_no_shift
 
 ModelFile = Callable[..., Path]
 Logits = npt.NDArray[np.float32]

@@ -17,10 +17,9 @@ from typing import Any
 import cffi
 
 from tinyserve_gguf import _llama
-from tinyserve_gguf.choices import ENGINES, POLICIES
+from tinyserve_gguf.choices import ENGINES, MISS_MODES, POLICIES
 from tinyserve_gguf.errors import AbiMismatchError, CapacityError, EngineError, ModelFileError, OptionError, TinyserveError
 
-MISS_MODES = ("fetch", "cpu", "split")  # in the order of enum tsg_miss_mode
 HOST_RUNGS = ("none", "mapped", "pinned", "pageable")  # in the order of enum tsg_host_rung
 _REPAIR = "run: pip install --force-reinstall --no-cache-dir tinyserve-gguf"
 
