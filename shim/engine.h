@@ -103,6 +103,8 @@ enum ggml_status tsg_engine_compute_plain(struct tsg_engine * e, struct ggml_cgr
 // resident.c: where the slot maps are. The pager is locked.
 bool tsg_resident_to_device(struct tsg_pager * pager);
 bool tsg_resident_show_maps(struct tsg_pager * pager);  // copies slot_of for kernels that only read it; the maps stay on the host
+// For what-if runs: all that the stream does between a call with `begin` and one without takes at least as long as `bytes` would over the slower link.
+bool tsg_resident_delay(const struct tsg_pager * pager, tsg_cu_stream stream, bool begin, uint64_t bytes);
 
 // replay.c
 bool             tsg_resident_engine_init(struct tsg_engine * e);  // false: no memory for streams and events

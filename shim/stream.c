@@ -43,16 +43,6 @@ static bool copy_on_device(struct tsg_engine * e, const struct tsg_layer * layer
                        "cuLaunchKernel");
 }
 
-// Everything between two stamps takes at least as long as a slower link would: for what-if runs.
-static bool throttle(struct tsg_engine * e, bool begin, uint64_t bytes) {
-    const struct tsg_resident * r  = e->pager->resident;
-    uint64_t                    ns = bytes * r->ps_per_byte / 1000;
-    tsg_cu_ptr                  mark     = r->link + sizeof(uint64_t);
-    void *                      params[] = { &mark, &ns };
-    return r->ps_per_byte == 0 ||
-           tsg_cuda_ok(r->cuda, r->cuda->launch(begin ? r->cuda->mark : r->cuda->delay, 1, 1, 1, 1, 1, 1, 0, e->stream, params, NULL), "cuLaunchKernel");
-}
-
 // Starts the copies of a step into stage `k`, which is free when the step before the last has computed.
 static bool fill_stage(struct tsg_engine * e, const struct tsg_step * step, int k, bool reused, struct tsg_counts * counts) {
     const struct tsg_layer * layer = step->layer;
@@ -64,7 +54,7 @@ static bool fill_stage(struct tsg_engine * e, const struct tsg_step * step, int 
         return false;
     }
     const uint64_t before = counts->bytes_link;
-    if (!throttle(e, true, 0)) {
+    if (!tsg_resident_delay(e->pager, e->stream, true, 0)) {
         return false;
     }
     size_t bytes = 0;
@@ -86,7 +76,7 @@ static bool fill_stage(struct tsg_engine * e, const struct tsg_step * step, int 
     counts->hits    += (uint64_t) resident;
     counts->misses  += (uint64_t) (layer->n_expert - resident);
     counts->streamed++;
-    return throttle(e, false, counts->bytes_link - before) &&
+    return tsg_resident_delay(e->pager, e->stream, false, counts->bytes_link - before) &&
            tsg_cuda_ok(cuda, cuda->event_record(e->event[TSG_EV_STAGE_READY + k]->context, e->stream), "cuEventRecord") &&
            tsg_cuda_ok(cuda, cuda->event_record(e->event[TSG_EV_SIDE_READY + k]->context, e->side), "cuEventRecord");
 }
