@@ -187,7 +187,7 @@ void            tsg_pager_free(struct tsg_pager * pager);
 // Misses on the CPU: it joins before commit, with threads of its own; what it does may change at any time once the pager is ready.
 enum tsg_status tsg_pager_use_cpu(struct tsg_pager * pager, void * cpu_device, int32_t n_threads);
 enum tsg_status tsg_pager_set_miss(struct tsg_pager * pager, const struct tsg_miss * miss);
-const char *    tsg_pager_miss(struct tsg_pager * pager);  // what happens to misses and why, for people; valid while the pager is
+const char *    tsg_pager_miss(struct tsg_pager * pager);  // what happens to misses and why, for people; valid until the thread asks again
 
 void * tsg_pager_device(struct tsg_pager * pager);       // ggml_backend_dev_t for llama_model_params.devices
 void * tsg_pager_buffer_type(struct tsg_pager * pager);  // ggml_backend_buffer_type_t for tensor_buft_overrides
