@@ -1,4 +1,4 @@
-// engine.h - one stream of one model: what engine.c (host-driven), resident.c (device-resident decode) and stream.c (overlapped prefill) share.
+// engine.h - one stream of one model: what engine.c and step.c (host-driven), resident.c (device-resident decode) and stream.c (overlapped prefill) share.
 #pragma once
 
 #include "coexec.h"
@@ -87,18 +87,21 @@ struct tsg_engine {
 };
 
 // engine.c
-struct tsg_pool * tsg_engine_pool(struct tsg_engine * e, const struct tsg_step * step);
-int64_t           tsg_engine_slot_tokens(const struct tsg_engine * e);  // a graph of up to so many tokens may go through slots
-void              tsg_engine_shape_ids(struct tsg_engine * e, const struct tsg_step * step);  // slot_ids as [n_used, n_tokens] of this step
-bool              tsg_engine_use_resident(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, struct tsg_counts * counts);
-int64_t           tsg_engine_step_tokens(const struct tsg_engine * e, const struct tsg_step * step);  // the same for one step
-bool              tsg_engine_read_ids(struct tsg_engine * e, const struct tsg_step * step);  // waits for the inner backend
-bool              tsg_engine_use_slots(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step);  // those in e->slot
-bool              tsg_engine_run_step(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, enum tsg_phase phase);
-enum ggml_status  tsg_engine_compute_range(struct tsg_engine * e, struct ggml_cgraph * graph, int from, int to);
+int64_t          tsg_engine_slot_tokens(const struct tsg_engine * e);  // a graph of up to so many tokens may go through slots
+int64_t          tsg_engine_step_tokens(const struct tsg_engine * e, const struct tsg_step * step);  // the same for one step
+bool             tsg_engine_brings(struct tsg_engine * e, const struct tsg_step * step);  // whether experts have to be brought for this step
+bool             tsg_engine_use_resident(struct tsg_engine * e, struct ggml_cgraph * graph, struct tsg_counts * counts);  // steps of pools that hold all
+enum ggml_status tsg_engine_compute_range(struct tsg_engine * e, struct ggml_cgraph * graph, int from, int to);
 // The same without ggml-cuda's own CUDA graphs, which must stay out of a capture: a padding byte of the first node differs from call to call, so its
 // warm-up never completes.
 enum ggml_status tsg_engine_compute_plain(struct tsg_engine * e, struct ggml_cgraph * graph, int from, int to);
+
+// step.c
+struct tsg_pool * tsg_engine_pool(struct tsg_engine * e, const struct tsg_step * step);
+void              tsg_engine_shape_ids(struct tsg_engine * e, const struct tsg_step * step);  // slot_ids as [n_used, n_tokens] of this step
+bool              tsg_engine_read_ids(struct tsg_engine * e, const struct tsg_step * step);   // waits for the inner backend
+bool              tsg_engine_use_slots(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step);  // those in e->slot
+bool              tsg_engine_run_step(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, enum tsg_phase phase);
 
 // resident.c: where the slot maps are. The pager is locked.
 bool tsg_resident_to_device(struct tsg_pager * pager);

@@ -101,15 +101,12 @@ static enum ggml_status issue(struct tsg_engine * e, struct ggml_cgraph * graph,
     if (!tsg_profile_stamp(e, output, TSG_STAMP_BEGIN)) {
         return GGML_STATUS_FAILED;
     }
+    if (!tsg_engine_use_resident(e, graph, counts)) {
+        return GGML_STATUS_ALLOC_FAILED;
+    }
     for (int i = 0; i < e->graph.n_steps; i++) {
         const struct tsg_step * step = &e->graph.steps[i];
-        if (tsg_engine_pool(e, step)->resident) {
-            if (!tsg_engine_use_resident(e, graph, step, counts)) {
-                return GGML_STATUS_ALLOC_FAILED;
-            }
-            continue;
-        }
-        if (ggml_nelements(step->ids) == 0) {
+        if (!tsg_engine_brings(e, step)) {
             continue;
         }
         const enum ggml_status status = issue_step(e, graph, step, is_last_of_pool(e, i), &done);

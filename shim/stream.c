@@ -108,19 +108,16 @@ enum ggml_status tsg_stream_prefill(struct tsg_engine * e, struct ggml_cgraph * 
         return GGML_STATUS_FAILED;
     }
     int done = 0, filled = 0, used = 0;  // steps whose copies were started, steps that computed
+    if (!tsg_engine_use_resident(e, graph, counts)) {
+        return GGML_STATUS_ALLOC_FAILED;
+    }
     for (int i = 0; i < n; i++) {
-        if (tsg_engine_pool(e, &steps[i])->resident) {
-            if (!tsg_engine_use_resident(e, graph, &steps[i], counts)) {
-                return GGML_STATUS_ALLOC_FAILED;
-            }
-            continue;
-        }
-        if (ggml_nelements(steps[i].ids) == 0) {
+        if (!tsg_engine_brings(e, &steps[i])) {
             continue;
         }
         // copies for this step, if the last one did not start them, and for the next
         for (int j = i, ahead = 0; j < n && ahead < 2; j++) {
-            if (tsg_engine_pool(e, &steps[j])->resident || ggml_nelements(steps[j].ids) == 0) {
+            if (!tsg_engine_brings(e, &steps[j])) {
                 continue;
             }
             if (used + ahead >= filled) {
