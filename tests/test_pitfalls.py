@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -144,6 +145,30 @@ def test_adapters_and_misses_on_the_cpu(
         assert pager is not None
         assert (pager.decode.cpu_rows == 0) == pager.miss.startswith("fetched") == bool(reason)
         assert reason in pager.miss
+
+
+# ---- what llama.cpp turns off by itself ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", ["25%", "all"])
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek2", "qwen35moe"])
+def test_fused_operations_stay_on(model_file: ModelFile, caplog: pytest.LogCaptureFixture, name: str, cache: str) -> None:
+    """llama.cpp asks where a layer's nodes would run, and without a word but in its log it does without flash attention or a fused operation where
+    that is not the device of the layer."""
+    path = model_file(name)
+
+    def chosen(native: NativeModel) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "tinyserve_gguf.llama"):
+            NativeContext(native, exact.options(256)).close()
+        return [line for line in caplog.messages if re.search("resolve_fused_ops: .*(enabled|disabled)", line)]
+
+    native = NativeModel(str(path), None, extra_bufts=False)
+    expected = chosen(native)
+    native.close()
+    assert any("Flash Attention enabled" in line for line in expected)
+    with load(path, expert_cache=cache, device="CPU", n_threads=1) as model:
+        assert chosen(model.native) == expected
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------------------------------
