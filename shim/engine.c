@@ -127,7 +127,7 @@ enum ggml_status tsg_engine_compute_range(struct tsg_engine * e, struct ggml_cgr
     if (from == to) {
         return GGML_STATUS_SUCCESS;
     }
-    if (from == 0 && to == graph->n_nodes) {
+    if (from == 0 && to == graph->n_nodes && !tsg_layers_are_placed(e->pager)) {
         return ggml_backend_graph_compute_async(e->inner, graph);  // whole, with its uid: the device may replay it
     }
     struct ggml_cgraph view = ggml_graph_view(graph, from, to);
@@ -145,7 +145,7 @@ enum ggml_status tsg_engine_compute_plain(struct tsg_engine * e, struct ggml_cgr
     return ggml_backend_graph_compute_async(e->inner, &view);
 }
 
-// A pool that holds everything: the layer's own part of it, ids untouched.
+// Where all experts of the layer lie in slots in order: that part of them, ids untouched.
 static bool use_resident(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, struct tsg_counts * counts) {
     struct ggml_tensor * weights[TSG_MAX_PARTS];
     for (int32_t p = 0; p < TSG_MAX_PARTS; p++) {
@@ -160,7 +160,7 @@ static bool use_resident(struct tsg_engine * e, struct ggml_cgraph * graph, cons
 bool tsg_engine_use_resident(struct tsg_engine * e, struct ggml_cgraph * graph, struct tsg_counts * counts) {
     for (int i = 0; i < e->graph.n_steps; i++) {
         const struct tsg_step * step = &e->graph.steps[i];
-        if (tsg_engine_pool(e, step)->resident && !use_resident(e, graph, step, counts)) {
+        if (tsg_layer_is_resident(e->pager, step->layer) && !use_resident(e, graph, step, counts)) {
             return false;
         }
     }
@@ -168,8 +168,8 @@ bool tsg_engine_use_resident(struct tsg_engine * e, struct ggml_cgraph * graph, 
 }
 
 // Not where all are there, nor where no token asks for logits: then the nodes are empty, and no backend looks at their weights.
-bool tsg_engine_brings(struct tsg_engine * e, const struct tsg_step * step) {
-    return !tsg_engine_pool(e, step)->resident && ggml_nelements(step->ids) > 0;
+bool tsg_engine_brings(const struct tsg_engine * e, const struct tsg_step * step) {
+    return !tsg_layer_is_resident(e->pager, step->layer) && ggml_nelements(step->ids) > 0;
 }
 
 static enum ggml_status host_driven(struct tsg_engine * e, struct ggml_cgraph * graph, enum tsg_phase phase) {
@@ -181,6 +181,13 @@ static enum ggml_status host_driven(struct tsg_engine * e, struct ggml_cgraph * 
     for (int i = 0; i < e->graph.n_steps; i++) {
         const struct tsg_step * step = &e->graph.steps[i];
         if (!tsg_engine_brings(e, step)) {
+            continue;
+        }
+        if (phase == TSG_DECODE && step->layer->stage >= 0) {
+            const enum ggml_status status = tsg_layers_use_stage(e, graph, step, &done);
+            if (status != GGML_STATUS_SUCCESS) {
+                return status;
+            }
             continue;
         }
         const enum ggml_status status = tsg_engine_compute_range(e, graph, done, step->first);

@@ -89,8 +89,8 @@ struct tsg_engine {
 // engine.c
 int64_t          tsg_engine_slot_tokens(const struct tsg_engine * e);  // a graph of up to so many tokens may go through slots
 int64_t          tsg_engine_step_tokens(const struct tsg_engine * e, const struct tsg_step * step);  // the same for one step
-bool             tsg_engine_brings(struct tsg_engine * e, const struct tsg_step * step);  // whether experts have to be brought for this step
-bool             tsg_engine_use_resident(struct tsg_engine * e, struct ggml_cgraph * graph, struct tsg_counts * counts);  // steps of pools that hold all
+bool             tsg_engine_brings(const struct tsg_engine * e, const struct tsg_step * step);  // whether experts have to be brought for this step
+bool             tsg_engine_use_resident(struct tsg_engine * e, struct ggml_cgraph * graph, struct tsg_counts * counts);  // steps whose experts are all there
 enum ggml_status tsg_engine_compute_range(struct tsg_engine * e, struct ggml_cgraph * graph, int from, int to);
 // The same without ggml-cuda's own CUDA graphs, which must stay out of a capture: a padding byte of the first node differs from call to call, so its
 // warm-up never completes.
@@ -102,6 +102,9 @@ void              tsg_engine_shape_ids(struct tsg_engine * e, const struct tsg_s
 bool              tsg_engine_read_ids(struct tsg_engine * e, const struct tsg_step * step);   // waits for the inner backend
 bool              tsg_engine_use_slots(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step);  // those in e->slot
 bool              tsg_engine_run_step(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, enum tsg_phase phase);
+
+// layers.c: a layer that decode computes from a prefill stage. Computes the graph up to *done if a prompt has used the stage since.
+enum ggml_status tsg_layers_use_stage(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, int * done);
 
 // resident.c: where the slot maps are. The pager is locked.
 bool tsg_resident_to_device(struct tsg_pager * pager);

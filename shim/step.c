@@ -100,6 +100,7 @@ bool tsg_engine_use_slots(struct tsg_engine * e, struct ggml_cgraph * graph, con
 static bool run_in_stage(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, struct tsg_counts * counts) {
     struct tsg_pool * pool  = tsg_engine_pool(e, step);
     size_t            bytes = 0;
+    pool->held[0] = NULL;
     for (int32_t p = 0; p < pool->n_parts; p++) {
         bytes += step->layer->weight[p].bytes;
         pool->stage[0][p]->ne[2] = step->layer->n_expert;
@@ -109,7 +110,7 @@ static bool run_in_stage(struct tsg_engine * e, struct ggml_cgraph * graph, cons
             tsg_pool_slot_to_stage(pool, e->inner, e->slot[i], e->distinct[i]);
             counts->bytes_device += bytes;
         } else {
-            tsg_pool_load_stage(pool, e->inner, step->layer, e->distinct[i]);
+            tsg_pool_load_stage(pool, e->inner, step->layer, e->distinct[i], 0);
             counts->bytes_link += bytes;
         }
     }

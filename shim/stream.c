@@ -53,6 +53,7 @@ static bool fill_stage(struct tsg_engine * e, const struct tsg_step * step, int 
                    !tsg_cuda_ok(cuda, cuda->stream_wait(e->side, free, 0), "cuStreamWaitEvent"))) {
         return false;
     }
+    pool->held[k] = NULL;
     const uint64_t before = counts->bytes_link;
     if (!tsg_resident_delay(e->pager, e->stream, true, 0)) {
         return false;
@@ -89,11 +90,12 @@ bool tsg_stream_can(const struct tsg_engine * e) {
     for (int i = 0; i < e->graph.n_steps; i++) {
         const struct tsg_step * step = &e->graph.steps[i];
         const struct tsg_pool * pool = &e->pager->pools[step->layer->pool];
-        if (!pool->resident && (pool->n_stages < 2 || pool->slots.n_used < pool->n_slots)) {
+        const bool resident = tsg_layer_is_resident(e->pager, step->layer);
+        if (!resident && (pool->n_stages < 2 || pool->slots.n_used < pool->n_slots)) {
             return false;
         }
         // a few tokens want few experts: cheaper to ask which
-        if (!pool->resident && ggml_nelements(step->ids) > 0 && step->ids->ne[1] > 1 && ggml_nelements(step->ids) < step->layer->n_expert) {
+        if (!resident && ggml_nelements(step->ids) > 0 && step->ids->ne[1] > 1 && ggml_nelements(step->ids) < step->layer->n_expert) {
             return false;
         }
     }

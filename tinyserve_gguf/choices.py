@@ -7,7 +7,7 @@ from dataclasses import dataclass
 # In the order of their enums in `shim/tsg.h`.
 POLICIES = ("lfru", "lru", "slru", "lfu", "fifo")  # enum tsg_policy
 ENGINES = ("auto", "host", "device")  # enum tsg_engine_kind
-MISS_MODES = ("fetch", "cpu", "split")  # enum tsg_miss_mode
+MISS_MODES = ("fetch", "cpu", "split", "layers")  # enum tsg_miss_mode
 
 MISSES = (*MISS_MODES, "auto")
 FLASH_ATTENTION = ("auto", "on", "off")

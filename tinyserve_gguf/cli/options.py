@@ -110,7 +110,8 @@ miss_option = click.option(
     type=click.Choice(MISSES),
     default="fetch",
     show_default=True,
-    help="Experts that decode misses: fetch them, let the CPU compute them, split them between both, or auto: what is fastest here.",
+    help="Experts that decode misses: fetch them, let the CPU compute them, split them between both, keep whole layers here and the others there, "
+    "or auto: what is fastest here.",
 )
 miss_admit_option = click.option(
     "--miss-admit",
