@@ -17,6 +17,7 @@ import llama_cpp
 import llama_cpp.llama_speculative as speculative
 import numpy as np
 import pytest
+from encoders import build_encoder
 from llamas import COMMON, SIZES, answer, answers, logits_of, opened, paged, stock, tokens_of
 from synthetic import split
 from test_pitfalls import write_adapter
@@ -105,6 +106,23 @@ def test_embeddings(model_file: ModelFile, pooling: int) -> None:
         with opened(paged(model_file("gpt-oss"), cache, **options)) as ours:
             assert ours.embed(texts, normalize=True, return_count=True) == (expected, total)
             assert ours.create_embedding(texts[1])["data"] == single
+
+
+@pytest.mark.parametrize("experts", [0, 8])
+def test_encoders(tmp_path: Path, experts: int) -> None:
+    """They have no KV cache and write no text."""
+    path = build_encoder(tmp_path / "encoder.gguf", experts)
+    texts = ["one text", "another, longer text", "x"]
+    options: dict[str, Any] = {"embedding": True, "n_ctx": 128}
+    with opened(stock(path, **options)) as theirs:
+        expected = theirs.embed(texts)
+    assert len(np.unique(expected)) > 100
+    for cache in SIZES if experts else ("auto",):
+        with opened(paged(path, cache, **options)) as ours:
+            assert ours.is_paged == (experts > 0)
+            assert ours.embed(texts) == expected
+            with opened(ours.new_context()) as other:
+                assert other.embed(texts) == expected
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen35moe"])
