@@ -185,6 +185,7 @@ def test_snippets_compile(text: str) -> None:
     compile(text, "README.md", "exec")
 
 
+@pytest.mark.filterwarnings("ignore:`langchain-community` is being sunset:DeprecationWarning")
 @pytest.mark.parametrize("text", [text for runnable, text in SNIPPETS if runnable])
 def test_snippets_run(text: str, model_file: ModelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a synthetic model, whose text is noise: what counts is that every line works."""
