@@ -34,7 +34,7 @@ struct address_buffer {
 
 // The model goes: from now on there is nothing to load from.
 static void forget_weights(struct tsg_pager * pager, const char * base, size_t size) {
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     for (int32_t l = 0; l < pager->n_layers; l++) {
         for (int32_t p = 0; p < pager->layers[l]->n_parts; p++) {
             struct tsg_weight * w = &pager->layers[l]->weight[p];
@@ -47,7 +47,7 @@ static void forget_weights(struct tsg_pager * pager, const char * base, size_t s
             }
         }
     }
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
 }
 
 static void tsg_buffer_free(ggml_backend_buffer_t buffer) {

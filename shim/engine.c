@@ -72,7 +72,8 @@ static bool alloc_device(struct tsg_engine * e) {
         const struct tsg_pool * pool = &pager->pools[i];
         n_used                       = pool->max_used > n_used ? pool->max_used : n_used;
         for (int32_t p = 0; p < pool->n_parts; p++) {
-            n_slots[p] = pool->scale[p] && pool->scale[p]->ne[0] > n_slots[p] ? pool->scale[p]->ne[0] : n_slots[p];
+            const int64_t most = pool->scale[p] ? pool->n_experts + 1 : 0;  // slots of the largest size, and the zeros for the CPU's part
+            n_slots[p]         = most > n_slots[p] ? most : n_slots[p];
         }
     }
     e->ctx      = ggml_init((struct ggml_init_params) { .mem_size = ggml_tensor_overhead() * (1 + TSG_MAX_PARTS), .no_alloc = true });
@@ -86,19 +87,34 @@ static bool alloc_device(struct tsg_engine * e) {
 
 struct tsg_engine * tsg_engine_new(struct tsg_pager * pager, ggml_backend_t inner) {
     struct tsg_engine * e = calloc(1, sizeof(struct tsg_engine));
-    if (e) {
-        e->pager = pager;
-        e->inner = inner;
-        if (!alloc_device(e) || !tsg_resident_engine_init(e)) {
-            tsg_engine_free(e);
-            return NULL;
-        }
+    if (!e) {
+        return NULL;
+    }
+    e->pager = pager;
+    e->inner = inner;
+    tsg_pager_lock(pager);
+    const bool ok  = alloc_device(e) && tsg_resident_engine_init(e);
+    e->next        = pager->engines;
+    pager->engines = e;
+    tsg_pager_unlock(pager);
+    if (!ok) {
+        tsg_engine_free(e);
+        return NULL;
     }
     return e;
 }
 
+static void leave_pager(struct tsg_engine * e) {
+    struct tsg_engine ** at = &e->pager->engines;
+    while (*at != e) {
+        at = &(*at)->next;
+    }
+    *at = e->next;
+}
+
 void tsg_engine_free(struct tsg_engine * e) {
-    mtx_lock(&e->pager->lock);
+    tsg_pager_lock(e->pager);
+    leave_pager(e);
     if (e->pager->active == e) {
         ggml_backend_synchronize(e->inner);
         e->pager->active = NULL;
@@ -106,7 +122,7 @@ void tsg_engine_free(struct tsg_engine * e) {
     tsg_admit_settle(e->pager);
     tsg_resident_engine_free(e);
     tsg_corun_free(e);
-    mtx_unlock(&e->pager->lock);
+    tsg_pager_unlock(e->pager);
     tsg_graph_free(&e->graph);
     ggml_backend_buffer_free(e->buffer);
     ggml_backend_buffer_free(e->host);
@@ -127,8 +143,10 @@ enum ggml_status tsg_engine_compute_range(struct tsg_engine * e, struct ggml_cgr
     if (from == to) {
         return GGML_STATUS_SUCCESS;
     }
-    if (from == 0 && to == graph->n_nodes && !tsg_layers_are_placed(e->pager)) {
-        return ggml_backend_graph_compute_async(e->inner, graph);  // whole, with its uid: the device may replay it
+    if (from == 0 && to == graph->n_nodes && !tsg_layers_are_placed(e->pager)) {  // whole, with a uid: the device may replay it, as long as the pools lie where they lay
+        struct ggml_cgraph whole = *graph;
+        whole.uid                = graph->uid ? graph->uid ^ e->pager->n_resized << 48 : 0;
+        return ggml_backend_graph_compute_async(e->inner, &whole);
     }
     struct ggml_cgraph view = ggml_graph_view(graph, from, to);
     return ggml_backend_graph_compute_async(e->inner, &view);
@@ -256,7 +274,12 @@ static enum ggml_status compute_steps(struct tsg_engine * e, struct ggml_cgraph 
 enum ggml_status tsg_engine_compute(struct tsg_engine * e, struct ggml_cgraph * graph) {
     struct tsg_pager * pager  = e->pager;
     enum ggml_status   status = GGML_STATUS_FAILED;
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
+    if (pager->broken) {
+        tsg_pager_unlock(pager);
+        ggml_log_internal(GGML_LOG_LEVEL_ERROR, "tinyserve: the expert cache was lost when its size was changed: load the model again\n");
+        return GGML_STATUS_FAILED;
+    }
     const uint64_t start = tsg_nanoseconds();
     e->n_graphs++;
     if (pager->active != e) {
@@ -270,6 +293,6 @@ enum ggml_status tsg_engine_compute(struct tsg_engine * e, struct ggml_cgraph * 
         status = e->graph.n_steps == 0 ? ggml_backend_graph_compute_async(e->inner, graph) : compute_steps(e, graph);
         tsg_graph_restore(&e->graph);
     }
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
     return status;
 }

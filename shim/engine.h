@@ -52,6 +52,7 @@ struct tsg_replay {
 
 struct tsg_engine {
     struct tsg_pager *    pager;
+    struct tsg_engine *   next;  // of the same pager
     ggml_backend_t        inner;
     struct tsg_graph      graph;
     uint64_t              n_graphs;
@@ -62,7 +63,7 @@ struct tsg_engine {
     struct ggml_context * ctx;        // slot_ids, repeats
     ggml_backend_buffer_t buffer;
     struct ggml_tensor *  slot_ids;                // [n_used, n_tokens] on the device
-    struct ggml_tensor *  repeats[TSG_MAX_PARTS];  // scratch for scales, [n_slots x tokens]; NULL if no pool has scales
+    struct ggml_tensor *  repeats[TSG_MAX_PARTS];  // scratch for scales, [n_slots x tokens] of the largest pool there can be; NULL if no pool has scales
     struct tsg_corun *    corun;                   // misses on the CPU, NULL until the first
 
     bool                  timing;                  // the host-driven engine takes the times of the running graph
@@ -115,6 +116,7 @@ bool tsg_resident_delay(const struct tsg_pager * pager, tsg_cu_stream stream, bo
 // replay.c
 bool             tsg_resident_engine_init(struct tsg_engine * e);  // false: no memory for streams and events
 void             tsg_resident_engine_free(struct tsg_engine * e);
+void             tsg_resident_engine_forget(struct tsg_engine * e);  // captured graphs: the pools move
 void             tsg_resident_engine_wait(struct tsg_engine * e);  // for our streams: bookkeeping runs behind what the inner one waits for
 bool             tsg_ours_waits(struct tsg_engine * e, tsg_cu_stream stream, int event);   // until the inner stream has come to here
 bool             tsg_inner_waits(struct tsg_engine * e, tsg_cu_stream stream, int event);  // the other way round

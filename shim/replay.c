@@ -290,20 +290,30 @@ void tsg_resident_engine_wait(struct tsg_engine * e) {
     }
 }
 
+void tsg_resident_engine_forget(struct tsg_engine * e) {
+    const struct tsg_resident * r = e->pager->resident;
+    if (r) {
+        tsg_cuda_enter(r->cuda);
+    }
+    for (int i = 0; i < TSG_MAX_REPLAYS; i++) {
+        if (r && e->replays[i].exec) {
+            r->cuda->exec_destroy(e->replays[i].exec);
+        }
+        e->replays[i] = (struct tsg_replay) { 0 };
+    }
+}
+
 void tsg_resident_engine_free(struct tsg_engine * e) {
     struct tsg_resident * r = e->pager->resident;
     if (!r || !e->stream) {
         return;
     }
     tsg_resident_engine_wait(e);
-    for (int i = 0; i < TSG_MAX_REPLAYS; i++) {
-        if (e->replays[i].exec) {
-            r->cuda->exec_destroy(e->replays[i].exec);
-        }
-    }
+    tsg_resident_engine_forget(e);
     for (size_t i = 0; i < sizeof(e->event) / sizeof(e->event[0]); i++) {
         ggml_backend_event_free(e->event[i]);
     }
     r->cuda->stream_destroy(e->stream);
     r->cuda->stream_destroy(e->side);
+    e->stream = e->side = NULL;
 }

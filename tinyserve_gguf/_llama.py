@@ -36,6 +36,8 @@ StockBatch: Any = internals.LlamaBatch
 StockCandidates: Any = internals.LlamaTokenDataArray
 StockTokenizer: Any = llama_cpp.LlamaTokenizer
 StockState: Any = llama_cpp.LlamaState
+stock_formats: Any = llama_cpp.llama_chat_format
+stock_grammars: Any = llama_cpp.llama_grammar
 
 ALL_LAYERS = 0x7FFFFFFF  # n_gpu_layers that means every layer
 FLASH_ATTENTION = {"auto": C.LLAMA_FLASH_ATTN_TYPE_AUTO, "off": C.LLAMA_FLASH_ATTN_TYPE_DISABLED, "on": C.LLAMA_FLASH_ATTN_TYPE_ENABLED}

@@ -154,7 +154,7 @@ class Experts:
     """`experts[layer, expert]`: handles of every routed expert. `layer` is the block number of the model."""
 
     def __init__(self, pager: Pager, layers: dict[tuple[int, str], tuple[int, ExpertLayer]]) -> None:
-        self._pager = pager
+        self.pager = pager
         self._layers = layers
 
     def __getitem__(self, key: tuple[int, int] | tuple[int, int, str]) -> Expert:
@@ -165,7 +165,7 @@ class Experts:
         index, facts = self._layers[block, family]
         if not 0 <= expert < facts.n_expert:
             raise KeyError(f"layer {block} has experts 0 to {facts.n_expert - 1}, not {expert}")
-        return Expert(self._pager, index, block, expert, facts)
+        return Expert(self.pager, index, block, expert, facts)
 
     @property
     def layers(self) -> list[int]:
@@ -174,7 +174,7 @@ class Experts:
 
     def states(self) -> dict[tuple[int, str], list[ExpertState]]:
         """State of every expert, by (block, family)."""
-        return {key: self._pager.layer(index, facts.n_expert) for key, (index, facts) in self._layers.items()}
+        return {key: self.pager.layer(index, facts.n_expert) for key, (index, facts) in self._layers.items()}
 
     def __len__(self) -> int:
         return sum(facts.n_expert for _, facts in self._layers.values())

@@ -42,6 +42,8 @@ class PagedOptions:
     kv_type: str | None = None
     kv_type_v: str | None = None
     miss: str = "fetch"
+    miss_admit: int | None = None
+    miss_threads: int | None = None
 
     def __post_init__(self) -> None:
         check_policy(self.policy)
@@ -60,7 +62,7 @@ class PagedOptions:
 
     @property
     def misses(self) -> MissOptions:
-        return MissOptions(self.miss)
+        return MissOptions(self.miss, self.miss_admit, self.miss_threads)
 
 
 @dataclass(frozen=True, slots=True)
