@@ -68,7 +68,11 @@ void tsg_coexec_describe(struct tsg_pager * pager) {
 }
 
 const char * tsg_pager_miss(struct tsg_pager * pager) {
-    return pager->coexec.text;
+    static _Thread_local char text[sizeof(pager->coexec.text)];  // the pager's own is written anew while others read
+    mtx_lock(&pager->lock);
+    memcpy(text, pager->coexec.text, sizeof(text));
+    mtx_unlock(&pager->lock);
+    return text;
 }
 
 enum tsg_status tsg_pager_use_cpu(struct tsg_pager * pager, void * cpu_device, int32_t n_threads) {

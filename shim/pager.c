@@ -367,7 +367,10 @@ const char * tsg_pager_host(struct tsg_pager * pager) {
 }
 
 const char * tsg_pager_engine(struct tsg_pager * pager) {
-    return tsg_coexec_on(pager) ? "host-driven, as the CPU computes misses" : pager->why;
+    mtx_lock(&pager->lock);
+    const char * text = tsg_coexec_on(pager) ? "host-driven, as the CPU computes misses" : pager->why;
+    mtx_unlock(&pager->lock);
+    return text;
 }
 
 enum tsg_status tsg_pager_set_link(struct tsg_pager * pager, double bytes_per_second) {

@@ -12,6 +12,7 @@
 //   device.c   the proxy device that llama.cpp is given
 //   backend.c  its backend: forwards to the inner one, graphs go through the engine
 //   engine.c   the host-driven engine: cuts a graph at the expert layers, makes routed experts resident, points the nodes at slots
+//   step.c     one step of it
 //   coexec.c   the same with two computers: misses on the CPU
 //   chain.c    what the CPU computes of a layer: found in the graph, cloned
 //   cpu.c      the thread that does

@@ -195,6 +195,15 @@ void tsg_resident_throttle(struct tsg_pager * pager, double bytes_per_second) {
     GGML_ASSERT(tsg_cuda_enter(r->cuda) && r->cuda->copy_to_device(r->link, &r->ps_per_byte, sizeof(r->ps_per_byte)) == 0);
 }
 
+bool tsg_resident_delay(const struct tsg_pager * pager, tsg_cu_stream stream, bool begin, uint64_t bytes) {
+    const struct tsg_resident * r        = pager->resident;
+    uint64_t                    ns       = bytes * r->ps_per_byte / 1000;
+    tsg_cu_ptr                  mark     = r->link + sizeof(uint64_t);
+    void *                      params[] = { &mark, &ns };
+    return r->ps_per_byte == 0 ||
+           tsg_cuda_ok(r->cuda, r->cuda->launch(begin ? r->cuda->mark : r->cuda->delay, 1, 1, 1, 1, 1, 1, 0, stream, params, NULL), "cuLaunchKernel");
+}
+
 // ---- where the slot maps are ----
 
 // Waits for what runs. Afterwards the host has a copy of the slot maps that are on the device.

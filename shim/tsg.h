@@ -211,7 +211,7 @@ void            tsg_pager_free(struct tsg_pager * pager);
 // Misses on the CPU: it joins before commit, with threads of its own; what it does may change at any time once the pager is ready.
 enum tsg_status tsg_pager_use_cpu(struct tsg_pager * pager, void * cpu_device, int32_t n_threads);
 enum tsg_status tsg_pager_set_miss(struct tsg_pager * pager, const struct tsg_miss * miss);
-const char *    tsg_pager_miss(struct tsg_pager * pager);  // what happens to misses and why, for people; valid while the pager is
+const char *    tsg_pager_miss(struct tsg_pager * pager);  // what happens to misses and why, for people; valid until the thread asks again
 // Seconds that the CPU needs with so many threads for one expert out of the host pool, measured now, in some milliseconds; 0 if it cannot be.
 double          tsg_pager_cpu_seconds(struct tsg_pager * pager, void * cpu_device, int32_t n_threads);
 

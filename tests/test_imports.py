@@ -22,7 +22,7 @@ LAYERS = (
     ("sampling", "window", "attention"),
     ("kv",),
     ("_llama", "_ggufio", "demo", "outfile"),
-    ("_sampler", "facts", "channels", "sequence", "_ops", "_matmul", "_types"),
+    ("_sampler", "facts", "channels", "sequence", "_ops", "_matmul", "_types", "_torch"),
     ("plan", "micro", "check"),
     ("split",),
     ("_shim",),
@@ -111,7 +111,7 @@ def test_llama_is_loaded_before_numpy(module: str, tmp_path: Path) -> None:
     assert loaded.index("llama_cpp.llama_cpp") < loaded.index("numpy")
 
 
-@pytest.mark.parametrize(("library", "owner"), [("llama_cpp", "_llama"), ("cffi", "_shim"), ("torch", "experts"), ("matplotlib", "bench_plot")])
+@pytest.mark.parametrize(("library", "owner"), [("llama_cpp", "_llama"), ("cffi", "_shim"), ("torch", "_torch"), ("matplotlib", "bench_plot")])
 def test_one_owner(library: str, owner: str) -> None:
     assert {module for module, tree in MODULES.items() for name in imports(tree) if name.split(".")[0] == library} == {owner}
 

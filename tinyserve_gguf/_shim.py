@@ -17,7 +17,7 @@ from typing import Any
 import cffi
 
 from tinyserve_gguf import _llama
-from tinyserve_gguf.choices import ENGINES, POLICIES
+from tinyserve_gguf.choices import ENGINES, MISS_MODES, POLICIES
 from tinyserve_gguf.counters import Counts as Counts
 from tinyserve_gguf.counters import ExpertArrays as ExpertArrays
 from tinyserve_gguf.counters import ExpertState as ExpertState
@@ -26,7 +26,6 @@ from tinyserve_gguf.counters import PagerStats as PagerStats
 from tinyserve_gguf.counters import ResizeCounts as ResizeCounts
 from tinyserve_gguf.errors import AbiMismatchError, CapacityError, EngineError, ModelFileError, OptionError, TinyserveError
 
-MISS_MODES = ("fetch", "cpu", "split", "layers")  # in the order of enum tsg_miss_mode
 HOST_RUNGS = ("none", "mapped", "pinned", "pageable")  # in the order of enum tsg_host_rung
 _REPAIR = "run: pip install --force-reinstall --no-cache-dir tinyserve-gguf"
 

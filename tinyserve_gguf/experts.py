@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.facts import ExpertLayer, PartFacts
 
 if TYPE_CHECKING:
-    import torch
+    from tinyserve_gguf._torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +42,11 @@ class ExpertWeight:
         """The quantised bytes, [rows, bytes of a row]: a read-only view of the host pool, valid while the model is open."""
         return np.frombuffer(self.pager.expert_host(self.index, self.expert, self.part), dtype=np.uint8).reshape(self.shape[0], -1)
 
-    def torch(self) -> torch.Tensor:
+    def torch(self) -> Tensor:
         """The same bytes as a uint8 tensor that shares memory with the host pool. Needs the extra `tinyserve-gguf[torch]`. Do not write to it."""
-        import torch
+        from tinyserve_gguf import _torch
 
-        raw = self.raw
-        address = raw.__array_interface__["data"][0]
-        return torch.frombuffer((ctypes.c_uint8 * raw.nbytes).from_address(address), dtype=torch.uint8).view(raw.shape)
+        return _torch.bytes_tensor(self.raw)
 
     def dequantize(self) -> npt.NDArray[np.float32]:
         """float32 values, [rows, columns], by gguf's reference dequantisers. OptionError for a type that has none there (Q1_0)."""

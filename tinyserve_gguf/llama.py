@@ -38,7 +38,7 @@ from tinyserve_gguf.errors import EngineError, ModelFileError, OptionError
 from tinyserve_gguf.experts import Experts
 from tinyserve_gguf.live import ExpertMap, Resized
 from tinyserve_gguf.llama_context import CLOSED, PagedContext
-from tinyserve_gguf.llama_options import Decision, PagedOptions, check_known, decide
+from tinyserve_gguf.llama_options import STOCK_DEFAULTS, Decision, PagedOptions, check_known, decide
 from tinyserve_gguf.plan import Plan
 from tinyserve_gguf.sequence import TokenSequence
 from tinyserve_gguf.stats import Stats
@@ -371,4 +371,8 @@ class Llama(StockLlama):  # type: ignore[misc]
         return self._weights
 
 
-OWN_NAMES = {name for name, parameter in inspect.signature(Llama.__init__).parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
+OWN = [parameter for parameter in inspect.signature(Llama.__init__).parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+OWN_NAMES = [parameter.name for parameter in OWN if parameter.kind is parameter.KEYWORD_ONLY]
+# For help() and for who asks: the options of the base by name
+_STOCK = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default) for name, default in STOCK_DEFAULTS.items()]
+vars(Llama)["__init__"].__signature__ = inspect.Signature([*OWN, *_STOCK])

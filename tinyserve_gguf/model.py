@@ -325,11 +325,11 @@ class Model:
 
     def render(self, messages: Sequence[dict[str, str]]) -> str:
         """Prompt text of `messages` by the chat template, up to where the assistant begins. ModelFileError without a template, OptionError where the
-        template refuses: a role it does not know, an order it does not take."""
+        template refuses or fails: a role it does not know, an order it does not take."""
         formatter = self._formatter or self._compile_template()
         try:
             return formatter(list(messages))
-        except ValueError as error:
+        except _llama.TEMPLATE_ERRORS as error:
             raise OptionError(f"the chat template refuses these messages: {error}") from error
 
     def _compile_template(self) -> Callable[[list[dict[str, str]]], str]:
