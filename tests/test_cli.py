@@ -63,7 +63,15 @@ CONTEXT = {"n_ctx": None, "window": None, "sinks": None, "kv_type": "f16", "kv_t
 def test_defaults(loaded: list[FakeModel]) -> None:
     run("chat", "m.gguf", "-p", "x")
     assert loaded[0].path == "m.gguf"
-    where = {"expert_cache": "auto", "policy": "lfru", "device": "auto", "n_ubatch": None, "n_threads": None}
+    where = {
+        "expert_cache": "auto",
+        "policy": "lfru",
+        "device": "auto",
+        "tensor_split": None,
+        "split_mode": "layer",
+        "n_ubatch": None,
+        "n_threads": None,
+    }
     assert loaded[0].options == CONTEXT | where | {"miss": "fetch", "miss_admit": None, "miss_threads": None}
     ((_, max_tokens, sampling),) = conversations[0].asked
     assert max_tokens == -1
@@ -76,12 +84,22 @@ def test_sampling_defaults_in_help_are_those_of_sampling() -> None:
 
 
 def test_every_option_arrives(loaded: list[FakeModel]) -> None:
-    where = "-c 99 -b 64 -t 3 --expert-cache 25% --policy slru --device CPU --kv-type q8_0 --kv-type-v q4_0 --flash-attn on"
+    where = (
+        "-c 99 -b 64 -t 3 --expert-cache 25% --policy slru --device CUDA0,CUDA1 --tensor-split 3,1 --kv-type q8_0 --kv-type-v q4_0 --flash-attn on"
+    )
     how = "--miss cpu --miss-admit 4 --miss-threads 2"
     what = "-p x -n 7 --system S --temp 0 --top-k 5 --top-p 0.5 --min-p 0.1 --repeat-penalty 1.2 --seed 42"
     run("chat", "m", *where.split(), *how.split(), *what.split())
     context = {**CONTEXT, "n_ctx": 99, "kv_type": "q8_0", "kv_type_v": "q4_0", "flash_attn": "on"}
-    place = {"expert_cache": "25%", "policy": "slru", "device": "CPU", "n_ubatch": 64, "n_threads": 3}
+    place = {
+        "expert_cache": "25%",
+        "policy": "slru",
+        "device": "CUDA0,CUDA1",
+        "tensor_split": (3.0, 1.0),
+        "split_mode": "layer",
+        "n_ubatch": 64,
+        "n_threads": 3,
+    }
     assert loaded[0].options == context | place | {"miss": "cpu", "miss_admit": 4, "miss_threads": 2}
     assert conversations[0].asked == [("x", 7, Sampling(temp=0, top_k=5, top_p=0.5, min_p=0.1, repeat_penalty=1.2, seed=42))]
     assert conversations[0].messages[0] == {"role": "system", "content": "S"}
@@ -101,6 +119,7 @@ def test_every_option_arrives(loaded: list[FakeModel]) -> None:
         ("--expert-cache 12", "expert_cache", "12"),
         ("--expert-cache 6GiB", "expert_cache", "6GiB"),
         ("--device CUDA0", "device", "CUDA0"),
+        ("--split-mode tensor", "split_mode", "tensor"),
         ("--window", "window", 2048),
         ("--window -n 4", "window", 2048),
         ("--window=64", "window", 64),
@@ -172,7 +191,8 @@ def test_lines_of_stdin_are_turns() -> None:
         ("m --policy mru", "lfru"),
         ("m --expert-cache some", "--expert-cache"),
         ("m --expert-cache -3", "--expert-cache"),
-        ("m --device CPU,CUDA0", "--device"),
+        ("m --device CPU,,CUDA0", "--device"),
+        ("m --tensor-split 3,x", "--tensor-split"),
         ("m --window 1", "--window"),
         ("--window m", "write --window after MODEL, or --window=N"),
         ("m --sinks -1", "--sinks"),
