@@ -97,7 +97,10 @@ def test_three_devices(model_file: ModelFile) -> None:
 
 @pytest.mark.parametrize(
     "shares",
-    [(1, 1), (1, 2), (0.1, 0.2), (1 / 3, 2 / 3), (7, 6), (0.3, 0.6), (1, 1, 1), (0.1, 0.1, 0.1), (2, 3, 5), (1e-3, 2e-3, 2e-3), (1, 1, 1, 1)],
+    [
+        *((1, 1), (1, 2), (1 / 3, 2 / 3), (7, 6), (1, 1, 1), (2, 3, 5), (1e-3, 2e-3, 2e-3), (1, 1, 1, 1)),
+        *((0.3, 1), (0.7, 0.6), (0.09, 0.04), (1.2, 1.4)),  # doubles would give another layer
+    ],
 )
 def test_layers_lie_where_llama_cpp_puts_them(model_file: ModelFile, shares: tuple[float, ...]) -> None:
     """Each proxy knows the weights of its own layers alone: a weight that llama.cpp puts elsewhere is one that does not arrive."""
