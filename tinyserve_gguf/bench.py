@@ -20,6 +20,7 @@ from tinyserve_gguf.bench_needle import Needle, hide, look
 from tinyserve_gguf.bench_options import BenchOptions, Run, Watch
 from tinyserve_gguf.bench_table import Report, Row, guard_lines, measured_row, with_bounds
 from tinyserve_gguf.context import ContextSpec, plan_context
+from tinyserve_gguf.devices import device_facts
 from tinyserve_gguf.errors import CapacityError, ModelFileError, OptionError, TinyserveError
 from tinyserve_gguf.facts import read_facts
 from tinyserve_gguf.miss import MissOptions
@@ -28,7 +29,7 @@ from tinyserve_gguf.miss_memory import memory_path, remember_splits
 from tinyserve_gguf.miss_tuning import file_key
 from tinyserve_gguf.model import Model, load
 from tinyserve_gguf.placement import default_threads, pick_device, plan_for
-from tinyserve_gguf.plan import GIB, DeviceFacts, pick_ubatch
+from tinyserve_gguf.plan import GIB, pick_ubatch
 from tinyserve_gguf.sequence import TokenSequence
 from tinyserve_gguf.window import Rolling, Window, WindowCounts
 
@@ -61,7 +62,7 @@ class Bench:
                 f"the longest test needs a context of {options.n_ctx} tokens and {self.facts.name} has {trained}: "
                 "give less depth, or shorter or fewer tests (a tg test goes on after the tokens of its repeats)"
             )
-        devices = [DeviceFacts(device.name, device.memory_free, device.is_cpu) for device in self.device.members]
+        devices = map(device_facts, self.device.members)
         self._n_ubatch = options.n_ubatch or min(pick_ubatch(self.facts, device) for device in devices)  # the same for every run
         self._runs = self._plan_runs()
         self.link = self.device.link_rate()  # bytes per second

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinyserve_gguf import _shim
 from tinyserve_gguf._llama import Offload
@@ -72,6 +72,11 @@ def memory_free(device: Device) -> list[int]:
     return [_shim.memory_free(member) // handles.count(member.handle) for member in device.members]
 
 
+def device_facts(device: Device) -> DeviceFacts:
+    """What a plan needs to know of it."""
+    return DeviceFacts(device.name, device.memory_free, device.is_cpu)
+
+
 def plan_on(
     facts: ModelFacts,
     spec: CacheSpec,
@@ -86,11 +91,12 @@ def plan_on(
     if not isinstance(device, DeviceGroup):
         if tensor_split is not None:
             raise OptionError(f"--tensor-split is for several devices, and here is {device.name}: name them, such as --device CUDA0,CUDA1")
-        return plan_part(facts, spec, DeviceFacts(device.name, device.memory_free, device.is_cpu), n_ubatch)
+        return plan_part(facts, spec, device_facts(device), n_ubatch)
     if device.is_cpu and not facts.is_moe:
         raise OptionError(f"{facts.name} is dense: there is nothing to split over the CPU, use --device CPU")
-    times = {member.name: sum(member.name == other.name for other in device.members) for member in device.members}
-    each = [DeviceFacts(member.name, member.memory_free // times[member.name], member.is_cpu) for member in device.members]
+    names = [member.name for member in device.members]
+    each = [device_facts(member) for member in device.members]
+    each = [replace(one, free=one.free // names.count(one.name)) for one in each]  # where the CPU plays several, they have equal parts of its memory
     shares = None if tensor_split is None else check_shares(tensor_split)
     return plan_split(facts, spec, each, device.labels, plan_part, shares=shares, n_ubatch=n_ubatch, reason=reason)
 
