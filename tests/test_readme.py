@@ -21,7 +21,7 @@ ModelFile = Callable[..., Path]
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 FOREIGN_FLAGS = {"-m", "--n-cpu-moe", "--no-binary", "--force-reinstall", "--no-cache-dir"}  # of python, llama.cpp and pip
-FOREIGN_PROGRAMS = {"git", "ollama", "python3", ".venv/bin/pip"}
+FOREIGN_PROGRAMS = {"curl", "git", "ollama", "python3", ".venv/bin/pip"}
 SCRIPTS = (
     "scripts/fuzz",
     "scripts/admission-gain",

@@ -21,6 +21,7 @@ import llama_cpp._internals as internals
 import llama_cpp._logger as stock_log
 import numpy as np
 import numpy.typing as npt
+from jinja2 import TemplateError, TemplateSyntaxError
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, OptionError
@@ -35,9 +36,12 @@ StockBatch: Any = internals.LlamaBatch
 StockCandidates: Any = internals.LlamaTokenDataArray
 StockTokenizer: Any = llama_cpp.LlamaTokenizer
 StockState: Any = llama_cpp.LlamaState
+stock_formats: Any = llama_cpp.llama_chat_format
+stock_grammars: Any = llama_cpp.llama_grammar
 
 ALL_LAYERS = 0x7FFFFFFF  # n_gpu_layers that means every layer
 FLASH_ATTENTION = {"auto": C.LLAMA_FLASH_ATTN_TYPE_AUTO, "off": C.LLAMA_FLASH_ATTN_TYPE_DISABLED, "on": C.LLAMA_FLASH_ATTN_TYPE_ENABLED}
+TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)  # of a template that runs
 _LOG_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}  # enum ggml_log_level; 5 continues the line
 
 
@@ -282,8 +286,13 @@ class NativeModel:
 
 
 def chat_formatter(template: str, *, bos: str, eos: str) -> Callable[[list[dict[str, str]]], str]:
-    """A function from messages to prompt text: the model's Jinja template, rendered by llama-cpp-python."""
-    formatter = Jinja2ChatFormatter(template=template, bos_token=bos, eos_token=eos)
+    """A function from messages to prompt text, which may raise any of TEMPLATE_ERRORS: the model's Jinja template, rendered by llama-cpp-python.
+    ModelFileError for a template that is none."""
+    try:
+        formatter = Jinja2ChatFormatter(template=template, bos_token=bos, eos_token=eos)
+    except TemplateSyntaxError as error:
+        repair = "write a right one into the file with gguf-new-metadata --chat-template"
+        raise ModelFileError(f"the chat template in the file is broken, line {error.lineno}: {error.message}; {repair}") from error
     return lambda messages: str(formatter(messages=messages).prompt)
 
 

@@ -220,6 +220,27 @@ def _fit(facts: ModelFacts, device: DeviceFacts, n_ubatch: int, budget: int, rea
     return plan
 
 
+def replan(plan: Plan, spec: CacheSpec, free: int) -> Plan:
+    """The plan of a model that is open, with another cache size. `free`: bytes of the device that are free now, without its slots and stages.
+
+    Raises as `make_plan` does, and CapacityError for a size that does not fit.
+    """
+    facts, device, held = plan.facts, replace(plan.device, free=free), plan.device_bytes
+    room = free + held
+    if spec.kind == "auto":
+        reserve = max(512 * MIB, free // 20) + (facts.expert_bytes if device.is_cpu else 0)  # on the CPU the host pool takes from the same memory
+        reason = f"auto: {size(free)} free and {size(held)} of the cache so far, less {size(reserve)} in reserve"
+        return _fit(facts, device, plan.n_ubatch, room - reserve, reason)
+    new = make_plan(facts, spec, device, n_ctx=0, n_ubatch=plan.n_ubatch)
+    if new.device_bytes > room:
+        stage = sum(pool.stage_bytes for pool in new.pools)
+        raise CapacityError(
+            f"an expert cache of {spec.text} takes {size(new.device_bytes)} ({size(new.device_bytes - stage)} for {new.n_slots} slots, {size(stage)} "
+            f"of prefill stage); on {device.name} {size(free)} are free and the cache so far is {size(held)}: {size(new.device_bytes - room)} too few"
+        )
+    return new
+
+
 def _auto(facts: ModelFacts, device: DeviceFacts, context: int, n_ubatch: int) -> Plan:
     """`context`: bytes of KV cache and compute buffers."""
     reserve = max(512 * MIB, device.free // 20)
