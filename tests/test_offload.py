@@ -196,7 +196,7 @@ def test_subclasses(model_file: ModelFile) -> None:
 def test_what_code_inside_gives(model_file: ModelFile, dense_file: Path) -> None:
     """Keyword arguments that nobody knows, its own n_ctx with a window, dense models, vocabularies, our own class with its own options."""
     path = model_file("qwen3moe")
-    with offload(expert_cache="25%", device="CPU", window=64, miss="cpu"):
+    with offload(expert_cache="25%", device="CPU", window=64, miss="cpu", miss_threads=1):
         moe, dense = made(path, mul_mat_q=True, rpc_servers=None), made(dense_file)
         words, ours = made(path, vocab_only=True), Llama(path, expert_cache="50%", device="CPU", **COMMON)
         with pytest.raises(TypeError, match="model_path"):
