@@ -72,8 +72,10 @@ def offload(
 
 def _install(change: int) -> None:
     """Count the open blocks, and exchange the constructor with the first and after the last."""
-    global _n_open
+    global _n_open, _stock_init
     with _lock:
+        if _n_open == 0:
+            _stock_init = StockLlama.__init__  # as it is now: others may have exchanged it too
         _n_open += change
         StockLlama.__init__ = _init if _n_open else _stock_init
 
