@@ -138,6 +138,7 @@ def test_keys(server: Server, authorization: str | None) -> None:
             assert error_of(response, 401)["code"] == "invalid_api_key"
             assert response.headers["www-authenticate"] == "Bearer"
         assert client.get("/health").status_code == 200
+        assert client.get("/").headers["content-type"].startswith("text/html")
 
 
 def test_the_scheme_of_a_key_is_read_in_any_case(server: Server) -> None:
