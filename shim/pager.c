@@ -363,9 +363,9 @@ const char * tsg_pager_host(struct tsg_pager * pager) {
 }
 
 const char * tsg_pager_engine(struct tsg_pager * pager) {
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     const char * text = tsg_coexec_on(pager) ? "host-driven, as the CPU computes misses" : pager->why;
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
     return text;
 }
 
