@@ -14,7 +14,7 @@ from tinyserve_gguf.kv import KvOptions
 MIB = 1 << 20
 CELLS = 256  # llama.cpp rounds a context up to this
 STATE_SIZE = 128  # of recurrent blocks, as the larger models have it; the header has it per architecture
-ALIGNMENT = 256  # bytes, of a tensor on a GPU: what padding can add
+MARGIN = 1.1  # on what was found of compute buffers: with gpt-oss and Qwen3 geometries llama.cpp reserves 0.8 to 1.0 of the estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,12 @@ def weight_bytes(facts: ModelFacts) -> int:
 def kv_bytes_per_token(facts: ModelFacts, kv: KvOptions = KvOptions()) -> int:
     """Keys and values of one token: as many as the projections have rows. MLA keeps one compressed row, of which both are views."""
     k, v = (kind.n_bytes / kind.block for kind in (kv.keys, kv.values))
-    row = {"attn_k.weight": k, "attn_v.weight": v, "attn_qkv.weight": max(k, v), "attn_kv_a_mqa.weight": k if facts.attention.is_mla else 2 * k}
-    return math.ceil(sum(row.get(_suffix(tensor), 0) * tensor.ne(1) for tensor in facts.tensors))
+    attention = facts.attention
+    fused = 2 * attention.n_head_kv / max(1, attention.n_head + 2 * attention.n_head_kv)  # of the rows of attn_qkv
+    row = {"attn_k.weight": k, "attn_v.weight": v, "attn_qkv.weight": fused * (k + v) / 2, "attn_kv_a_mqa.weight": k if attention.is_mla else 2 * k}
+    recurrent = {tensor.name.split(".")[1] for tensor in facts.tensors if ".ssm_" in tensor.name}  # blocks, whose attn_qkv feeds a state
+    cached = (tensor for tensor in facts.tensors if not (_suffix(tensor) == "attn_qkv.weight" and tensor.name.split(".")[1] in recurrent))
+    return math.ceil(sum(row.get(_suffix(tensor), 0) * tensor.ne(1) for tensor in cached))
 
 
 def state_bytes(facts: ModelFacts) -> int:
@@ -108,14 +112,19 @@ def _suffix(tensor: TensorFacts) -> str:
 def compute_bytes(facts: ModelFacts, setting: Setting) -> int:
     """Activations of a batch, masks, logits of one token: an upper estimate of what llama.cpp reserves on the device."""
     n = min(setting.n_ubatch, setting.n_ctx)
-    attention = facts.attention
+    attention, embd = facts.attention, facts.embedding_length
+    rows: dict[str, int] = {}  # the most of any block
+    for tensor in facts.tensors:
+        rows[_suffix(tensor)] = max(rows.get(_suffix(tensor), 0), tensor.ne(1))
     width = max((part.weight.ne(1) for layer in facts.expert_layers for part in layer.parts if part.role != "down"), default=0)
-    routed = facts.n_used * (3 * width + 2 * facts.embedding_length)
+    dense = max(rows.get(f"ffn_{part}.weight", 0) for part in ("up", "gate_up"))
+    queries = max(rows.get(f"attn_{name}.weight", 0) for name in ("q", "q_b", "qkv"))
+    live = 2 * embd + max(2 * facts.n_used * (embd + width), 2 * (embd + dense), 4 * queries)
     vocabulary = max((tensor.ne(1) for tensor in facts.tensors if tensor.name == "token_embd.weight"), default=0)
     n_cells = cells(setting.n_ctx)
-    masks = (2 if attention.sliding_window else 1) * 6 * n_cells * n  # F32 as it comes in, F16 as it is used
-    scores = 0 if setting.flash else 2 * 4 * n_cells * n * attention.n_head
-    return 4 * (vocabulary + n * (8 * facts.embedding_length + routed)) + masks + scores + 16 * MIB
+    masks = (2 if attention.sliding_window else 1) * 2 * n_cells * n  # F16
+    scores = 0 if setting.flash else 4 * n_cells * n * attention.n_head
+    return int(MARGIN * (4 * (vocabulary + n * live) + masks + scores))
 
 
 def host_compute_bytes(facts: ModelFacts, setting: Setting) -> int:
