@@ -180,6 +180,7 @@ enum tsg_status tsg_pager_add_file(struct tsg_pager * pager, const char * path);
 enum tsg_status tsg_pager_add_pool(struct tsg_pager * pager, int64_t n_slots, int32_t n_stages, int32_t * pool);
 enum tsg_status tsg_pager_add_layer(struct tsg_pager * pager, int32_t pool, int32_t n_expert, int32_t n_used,
                                     const struct tsg_part * parts, int32_t n_parts, int32_t * layer);
+enum tsg_status tsg_pager_set_host_limit(struct tsg_pager * pager, uint64_t bytes);  // page-locked at most, before ready; 0 = what there is
 enum tsg_status tsg_pager_commit(struct tsg_pager * pager);
 enum tsg_status tsg_pager_ready(struct tsg_pager * pager, bool (*progress)(float fraction, void * data), void * data);
 void            tsg_pager_free(struct tsg_pager * pager);

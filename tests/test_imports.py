@@ -18,7 +18,7 @@ MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(
 
 # A module may import those of its own line and of the lines above it. `cli` stands for everything in that folder.
 LAYERS = (
-    ("errors", "choices", "progress"),
+    ("errors", "choices", "progress", "host"),
     ("sampling", "window", "attention"),
     ("kv",),
     ("_llama", "_ggufio", "demo", "outfile"),
@@ -28,6 +28,7 @@ LAYERS = (
     ("planner", "machine"),
     ("estimate",),
     ("_shim",),
+    ("dryrun",),
     ("experts", "miss", "miss_auto", "stats", "context"),
     ("placement",),
     ("miss_memory",),
