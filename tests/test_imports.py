@@ -44,7 +44,7 @@ LAYERS = (
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-CLI_LAYERS = (("interrupt", "lines", "options"), ("repl", "report"), ("bench", "chat", "demo", "info", "verify"), ("__init__",))
+CLI_LAYERS = (("interrupt", "lines", "options", "outlook"), ("repl", "report"), ("bench", "chat", "demo", "info", "verify"), ("__init__",))
 CLI_RANK = {name: rank for rank, names in enumerate(CLI_LAYERS) for name in names}
 MAX_LINES = 420
 

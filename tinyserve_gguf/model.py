@@ -248,7 +248,7 @@ class Model:
 
     def lines(self) -> list[str]:
         """What was decided and why, for people: the plan, and what could only be known once the model was loaded."""
-        engine = [f"engine: {self.engine}; misses: {self.miss}", f"host pool: {self.host_pool}"] if self._pager else []
+        engine = [f"engine: {self.engine}; host pool: {self.host_pool}", f"misses: {self.miss}"] if self._pager else []
         return [*self.plan.lines(), *engine, *self.context.lines]
 
     @property

@@ -178,10 +178,12 @@ def _auto(case: _Case) -> Plan:
     text = f"auto: {size(case.device.free)} free, less {size(case.needs.device)} for the rest of the model and {size(case.reserve)} in reserve"
     if _bytes(everything) <= room:
         return case.plan(everything, f"{text}: all")
-    held = case.facts.expert_bytes if case.device.is_cpu else 0  # here the host pool takes from the same memory
-    found = _fit(case, room - held)
+    least = _bytes(case.pools(minimum))
+    if case.device.is_cpu:  # the pages of the file take from the same memory; where there is none they leave it and are read again
+        room = max(room - case.facts.expert_bytes, min(room, least))
+    found = _fit(case, room)
     if found is None:
-        raise CapacityError(_refusal(case, _bytes(case.pools(minimum)) + held, "prefill stage and experts of one token", case.reserve))
+        raise CapacityError(_refusal(case, least, "prefill stage and experts of one token", case.reserve))
     return case.plan(found, text)
 
 
