@@ -25,12 +25,14 @@ LAYERS = (
     ("facts", "channels", "sequence", "_ops", "_matmul", "_types"),
     ("needs", "geometry", "micro", "check"),
     ("plan",),
-    ("planner", "machine"),
+    ("planner", "machine", "cuda_driver", "doctor_checks"),
     ("estimate",),
     ("_shim",),
-    ("dryrun",),
+    ("dryrun", "_measure"),
     ("experts", "miss", "miss_auto", "stats", "context"),
     ("placement",),
+    ("doctor_rates",),
+    ("doctor",),
     ("miss_memory",),
     ("miss_tuning",),
     ("session",),
@@ -44,7 +46,7 @@ LAYERS = (
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-CLI_LAYERS = (("interrupt", "lines", "options", "outlook"), ("repl", "report"), ("bench", "chat", "demo", "info", "verify"), ("__init__",))
+CLI_LAYERS = (("interrupt", "lines", "options", "outlook"), ("repl", "report"), ("bench", "chat", "demo", "doctor", "info", "verify"), ("__init__",))
 CLI_RANK = {name: rank for rank, names in enumerate(CLI_LAYERS) for name in names}
 MAX_LINES = 420
 

@@ -57,8 +57,9 @@ def _rate_option(name: str, what: str) -> Callable[[F], F]:
 def info(model: str, check: bool, as_json: bool, **options: Any) -> None:
     """Say what MODEL, a GGUF file, is made of, and whether and how fast it would run. Of a split model, any shard will do.
 
-    Reads the header only, so it is quick however large the file is, and plans for the device that `chat` would take, or for a machine that --vram, --ram
-    and rates describe. With --check it reads the whole file, for blocks with a scale that is no number, as quantising with a broken imatrix leaves them.
+    Reads the header only, so it is quick however large the file is, and plans for the device that `chat` would take, or for a machine that --vram,
+    --ram and rates describe. With --check it reads the whole file, for blocks with a scale that is no number, as quantising with a broken imatrix
+    leaves them.
 
     \b
     Examples:
