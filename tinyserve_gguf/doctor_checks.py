@@ -6,7 +6,6 @@ Each check gives findings. Those that need llama.cpp or the shim import them the
 from __future__ import annotations
 
 import platform
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from tinyserve_gguf import host
 from tinyserve_gguf.errors import AbiMismatchError
-from tinyserve_gguf.plan import GIB, MIB, size
+from tinyserve_gguf.needs import MIB
+from tinyserve_gguf.plan import GIB, size
 
 if TYPE_CHECKING:
     from tinyserve_gguf._shim import Device
@@ -46,10 +46,8 @@ class Finding:
 
 
 def python() -> Iterator[Finding]:
-    text = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {platform.libc_ver()[0] or 'no glibc'} {platform.libc_ver()[1]}"
-    if sys.version_info < (3, 10):
-        yield Finding("Python", BROKEN, text, "install Python 3.10 or newer")
-    elif platform.system() != "Linux":
+    text = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {' '.join(platform.libc_ver()) or 'no glibc'}"
+    if platform.system() != "Linux":
         yield Finding("Python", WARNING, f"{text}: only Linux was tried", "use Linux, or WSL on Windows")
     else:
         yield Finding("Python", OK, text)
@@ -86,9 +84,8 @@ def vectors(found: str, ggml: str, built: dict[str, str], flags: frozenset[str])
     used = [name for name in VECTORS.values() if built.get(name, "0") != "0"]
     text = f"{found}, ggml {ggml}, built with {', '.join(used) or 'no vector instructions'}"
     if "AVX2" in missing or "AVX" in missing:
-        yield Finding(
-            "llama-cpp-python", WARNING, f"{text}, but without {', '.join(missing)}, which this processor has: several times slower", REBUILD
-        )
+        text += f", but without {', '.join(missing)}, which this processor has: several times slower"
+        yield Finding("llama-cpp-python", WARNING, text, REBUILD)
     else:
         yield Finding("llama-cpp-python", OK, text + (f"; the processor also has {', '.join(missing)}" if missing else ""))
 
@@ -120,15 +117,13 @@ def system(root: Path = host.ROOT) -> Iterator[Finding]:
     cores, limit = host.n_cores(), host.cpu_limit(root)
     text = f"{host.cpu_name(root)}, {cores} processors"
     if limit is not None and limit < cores:
-        yield Finding(
-            "processor", WARNING, f"{text}, of which the container grants {limit:g}", f"give -t {max(1, int(limit))}, or start it with more --cpus"
-        )
+        fix = f"give -t {max(1, int(limit))}, or start the container with more --cpus"
+        yield Finding("processor", WARNING, f"{text}, of which the container grants {limit:g}", fix)
     else:
         yield Finding("processor", OK, text)
     if host.is_wsl(root):
-        yield Finding(
-            "WSL", WARNING, "page-locks about half of the memory at most", "put memory=... into %UserProfile%\\.wslconfig, then run: wsl --shutdown"
-        )
+        fix = "put memory=... into %UserProfile%\\.wslconfig, then run: wsl --shutdown"
+        yield Finding("WSL", WARNING, "page-locks about half of the memory at most", fix)
 
 
 def memory(root: Path = host.ROOT) -> Iterator[Finding]:

@@ -14,8 +14,9 @@ from tinyserve_gguf._shim import Device, devices
 from tinyserve_gguf.cuda_driver import cuda_devices
 from tinyserve_gguf.doctor_checks import EXPERT, LEAST_CAPABILITY, OK, SLOW_DISK, SLOW_LINK, WARNING, Finding, expected_memory
 from tinyserve_gguf.facts import ModelFacts
+from tinyserve_gguf.needs import MIB
 from tinyserve_gguf.placement import default_threads, pick_device
-from tinyserve_gguf.plan import GIB, MIB, size
+from tinyserve_gguf.plan import GIB, size
 
 LINK_BYTES, LINK_REPEATS = 256 * MIB, 8
 MEMORY_BYTES = 256 * MIB
@@ -31,9 +32,8 @@ def gpus() -> Iterator[Finding]:
         text = f"{device.description}, {size(device.memory_free)} of {size(device.memory_total)} free"
         capability = capabilities.get(device.description)
         if capability and capability < LEAST_CAPABILITY:
-            text += (
-                f", compute capability {capability[0]}.{capability[1]}: below {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} the host-driven engine runs"
-            )
+            least = "{}.{}".format(*LEAST_CAPABILITY)
+            text += f", compute capability {capability[0]}.{capability[1]}: below {least} the host-driven engine runs"
             yield Finding(device.name, WARNING, text, "nothing mends it; decode is slower, and exact")
         elif device.memory_free < GIB:
             yield Finding(device.name, WARNING, text, "close what else uses the GPU (nvidia-smi lists it)")
@@ -70,12 +70,8 @@ def _link(device: Device, measure: Measure, rates: dict[str, float]) -> Iterator
     if best:
         rates["link"] = best
     if not found[True, True]:
-        yield Finding(
-            f"link of {device.name}",
-            WARNING,
-            f"{text}: no page-locked memory was granted",
-            "close other programs; in a VM or WSL give it more memory",
-        )
+        fix = "close other programs; in a virtual machine or WSL give it more memory"
+        yield Finding(f"link of {device.name}", WARNING, f"{text}: no page-locked memory was granted", fix)
     elif best < SLOW_LINK:
         fix = "use a PCIe slot with more lanes; or chat --miss auto, which lets the CPU compute what the cache misses"
         yield Finding(f"link of {device.name}", WARNING, f"{text}: slower than the CPU computes experts", fix)

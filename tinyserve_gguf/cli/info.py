@@ -239,7 +239,7 @@ def _print_report(console: Console, facts: ModelFacts, asked: Asked, found: Outl
         for line in plan_lines(facts, asked):
             console.print(f"  {line}")
     console.print(f"\n{found.title}", style="bold")
-    for line in found.lines():
+    for line in found.lines(with_plan=asked.is_elsewhere):
         console.print(f"  {line}")
 
 

@@ -45,8 +45,9 @@ class Outlook:
         gpu = f"{size(self.machine.vram)} of GPU memory" if self.machine.has_gpu else "no GPU"
         return f"on {self.machine.name} with {gpu} and {size(self.machine.ram)} of memory"
 
-    def lines(self) -> list[str]:
-        plan = self.estimate.plan
+    def lines(self, *, with_plan: bool) -> list[str]:
+        """`with_plan`: also what would lie where."""
+        plan = self.estimate.plan if with_plan else None
         return [*self.estimate.lines(), *(plan.lines()[1:] if plan and plan.facts.is_moe else []), *self.notes]
 
     def as_dict(self) -> dict[str, Any]:
