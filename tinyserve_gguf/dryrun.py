@@ -43,11 +43,16 @@ def buffers(lines: list[str]) -> list[Buffer]:
 def listening() -> Iterator[list[str]]:
     """Gives a list that fills with the lines that llama.cpp logs on this thread, instead of the log."""
     _llama.start()
-    lines = _llama.listeners[threading.get_ident()] = []
+    thread, lines = threading.get_ident(), list[str]()
+    outer = _llama.listeners.get(thread)
+    _llama.listeners[thread] = lines
     try:
         yield lines
     finally:
-        del _llama.listeners[threading.get_ident()]
+        if outer is None:
+            del _llama.listeners[thread]
+        else:
+            _llama.listeners[thread] = outer
 
 
 def _allocate_nothing(params: Any, facts: ModelFacts) -> object:
