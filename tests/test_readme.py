@@ -26,6 +26,7 @@ SCRIPTS = (
     "scripts/fuzz",
     "scripts/gpu-check",
     "scripts/gpu-kernels",
+    "scripts/gpu-plan",
     "scripts/proxy-cost",
     "scripts/make_model.py",
     "scripts/test",
