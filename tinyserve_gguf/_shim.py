@@ -20,7 +20,7 @@ from tinyserve_gguf import _llama
 from tinyserve_gguf.choices import ENGINES, POLICIES
 from tinyserve_gguf.errors import AbiMismatchError, CapacityError, EngineError, ModelFileError, OptionError, TinyserveError
 
-MISS_MODES = ("fetch", "cpu", "split")  # in the order of enum tsg_miss_mode
+MISS_MODES = ("fetch", "cpu", "split", "layers")  # in the order of enum tsg_miss_mode
 HOST_RUNGS = ("none", "mapped", "pinned", "pageable")  # in the order of enum tsg_host_rung
 _REPAIR = "run: pip install --force-reinstall --no-cache-dir tinyserve-gguf"
 
@@ -113,6 +113,11 @@ def devices() -> list[Device]:
             )
         )
     return found
+
+
+def cpu_device() -> Device:
+    """The CPU as a ggml device."""
+    return next(device for device in devices() if device.is_cpu)
 
 
 # ---- counters -------------------------------------------------------------------------------------------------------------------------------
@@ -270,12 +275,9 @@ class Pager:
         _check(_lib.tsg_pager_add_layer(self._pager, pool, n_expert, n_used, array, len(parts), index))
         return int(index[0])
 
-    def set_host_limit(self, n_bytes: int) -> None:
-        """Page-lock at most so many bytes of experts; with fewer than there are they are read through a ring. 0 is no limit. Before `ready`."""
-        _check(_lib.tsg_pager_set_host_limit(self._pager, n_bytes))
-
-    def commit(self) -> None:
-        """Allocate the slots on the device. CapacityError if they do not fit."""
+    def commit(self, host_limit: int = 0) -> None:
+        """Allocate the slots on the device. CapacityError if they do not fit. `host_limit`: bytes of experts to page-lock at most; 0: what there is."""
+        _check(_lib.tsg_pager_set_host_limit(self._pager, host_limit))
         _check(_lib.tsg_pager_commit(self._pager))
 
     def ready(self, progress: Callable[[float], bool] | None = None) -> None:
@@ -299,15 +301,19 @@ class Pager:
             raise raised[0]
         _check(status)
 
-    def use_cpu(self, cpu: Device, n_threads: int) -> None:
+    def use_cpu(self, n_threads: int) -> None:
         """Let the CPU compute misses, with so many threads. Before `commit`."""
-        _check(_lib.tsg_pager_use_cpu(self._pager, _ffi.cast("void *", cpu.handle), n_threads))
+        _check(_lib.tsg_pager_use_cpu(self._pager, _ffi.cast("void *", cpu_device().handle), n_threads))
 
     def set_miss(self, miss: Miss) -> None:
         """What to do with misses from now on. EngineError for the CPU's part without `use_cpu`, or before `ready`."""
         rates = {"link_rate": miss.link_rate, "cpu_rate": miss.cpu_rate}
         options = {"mode": MISS_MODES.index(miss.mode), "every": miss.every} | rates
         _check(_lib.tsg_pager_set_miss(self._pager, _ffi.new("struct tsg_miss *", options)))
+
+    def cpu_seconds(self, n_threads: int) -> float:
+        """Seconds that the CPU needs for one expert out of the host pool, measured now, which takes some milliseconds; 0 if it cannot be measured."""
+        return float(_lib.tsg_pager_cpu_seconds(self._pager, _ffi.cast("void *", cpu_device().handle), n_threads))
 
     @property
     def miss(self) -> str:
