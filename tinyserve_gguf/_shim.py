@@ -276,7 +276,7 @@ class Pager:
         return int(index[0])
 
     def commit(self, host_limit: int = 0) -> None:
-        """Allocate the slots on the device. CapacityError if they do not fit. `host_limit`: bytes of experts to page-lock at most; 0: what there is."""
+        """Allocate the slots on the device. CapacityError if they do not fit. `host_limit`: bytes of experts to page-lock at most; 0: no limit."""
         _check(_lib.tsg_pager_set_host_limit(self._pager, host_limit))
         _check(_lib.tsg_pager_commit(self._pager))
 
