@@ -153,14 +153,20 @@ def test_another_machine(tmp_path: Path) -> None:
     at = report.index("on a machine with 8.00 GiB of GPU memory and 32.00 GiB of memory")
     assert report[at + 1].startswith("yes: ~")
     text = " ".join(report[at:])
-    for part in ("link 12.0 GB/s (given)", "GPU memory 288.0 GB/s (given)", "expert cache: 16 of 16 experts", "KV cache (-c 128)", "doctor measures"):
+    for part in (
+        "link 12.0 GB/s (given)",
+        "GPU memory 288.0 GB/s (given)",
+        "expert cache: 16 of 16 experts",
+        "compute buffers (-b ",
+        "doctor measures",
+    ):
         assert part in text
     found = estimate(path, "--vram", "8", "--ram", "32", "-c", "0", "--kv-type", "q8_0", "-b", "64", "--vram-reserve", "1")
     assert found["fits"]
     assert (found["plan"]["n_ctx"], found["plan"]["n_ubatch"], found["plan"]["device_free"]) == (256, 64, 8 << 30)
     assert found["machine"]["vram"] == 8 << 30
     assert found["machine"]["rates"]["link"] == {"per_second": 12e9, "source": "assumed"}
-    assert found["plan"]["kv"] < estimate(path, "--vram", "8", "-c", "0")["plan"]["kv"]
+    assert (found["plan"]["n_slots"], found["plan"]["host_rung"], found["plan"]["is_exact"]) == (16, "none", False)
 
 
 @pytest.mark.usefixtures("nothing_measured")
