@@ -112,7 +112,8 @@ class DryRun:
             NativeContext(self._model, options).close()
         found = buffers(heard)
         computes = [buffer for buffer in found if buffer.kind == "compute"]
-        on_device = next((buffer for buffer in computes if self._is_ours(buffer)), None)
+        largest = max(computes, key=lambda buffer: buffer.n_bytes, default=None)
+        on_device = next((buffer for buffer in computes if buffer.place == self._device.name), largest)  # a buffer type may have another name
         caches = sum(round(float(match[1]) * MIB) for line in heard if (match := _CACHE.search(line)))
         states = sum(buffer.n_bytes for buffer in found if buffer.kind == "RS")
         # Where the CPU plays the device both have one kind of memory and share a buffer, which a dry run names twice
@@ -125,9 +126,6 @@ class DryRun:
             host_compute=others + sum(buffer.n_bytes for buffer in found if buffer.kind == "output"),
             is_exact=True,
         )
-
-    def _is_ours(self, buffer: Buffer) -> bool:
-        return buffer.place == self._device.name
 
     def close(self) -> None:
         if self._model:
