@@ -12,6 +12,7 @@ import pytest
 # and beside other work on two cores test_every_pool_size took 398 s instead of 78 s.
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
+from reshaped import dense
 from synthetic import build
 
 from tinyserve_gguf.demo import build_demo
@@ -32,6 +33,12 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> ModelFile:
         return paths[key]
 
     return made
+
+
+@pytest.fixture(scope="session")
+def dense_file(model_file: ModelFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model with a tokenizer. Do not change the file."""
+    return dense(model_file("mixtral"), tmp_path_factory.mktemp("dense") / "dense.gguf")
 
 
 @pytest.fixture(scope="session")
