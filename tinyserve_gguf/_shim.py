@@ -17,10 +17,15 @@ from typing import Any
 import cffi
 
 from tinyserve_gguf import _llama
-from tinyserve_gguf.choices import ENGINES, POLICIES
+from tinyserve_gguf.choices import ENGINES, MISS_MODES, POLICIES
+from tinyserve_gguf.counters import Counts as Counts
+from tinyserve_gguf.counters import ExpertArrays as ExpertArrays
+from tinyserve_gguf.counters import ExpertState as ExpertState
+from tinyserve_gguf.counters import Notes as Notes
+from tinyserve_gguf.counters import PagerStats as PagerStats
+from tinyserve_gguf.counters import ResizeCounts as ResizeCounts
 from tinyserve_gguf.errors import AbiMismatchError, CapacityError, EngineError, ModelFileError, OptionError, TinyserveError
 
-MISS_MODES = ("fetch", "cpu", "split", "layers")  # in the order of enum tsg_miss_mode
 HOST_RUNGS = ("none", "mapped", "pinned", "pageable")  # in the order of enum tsg_host_rung
 _REPAIR = "run: pip install --force-reinstall --no-cache-dir tinyserve-gguf"
 
@@ -96,6 +101,14 @@ class Device:
         return bool(_lib.tsg_device_supports(_ffi.cast("void *", self.handle), type_id, ne0, ne1, n_expert, n_used))
 
 
+def memory_free(device: Device) -> int:
+    """Bytes of the device that are free now. Of the CPU ggml says all memory; here it is what the machine can give without swapping."""
+    if device.is_cpu:
+        found = [line.split()[1] for line in Path("/proc/meminfo").read_text("ascii").splitlines() if line.startswith("MemAvailable:")]
+        return int(found[0]) << 10 if found else device.memory_total
+    return next(other.memory_free for other in devices() if other.handle == device.handle)
+
+
 def devices() -> list[Device]:
     """Every device that ggml knows here, in its order."""
     found = []
@@ -121,69 +134,6 @@ def cpu_device() -> Device:
 
 
 # ---- counters -------------------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Counters of one phase; see struct tsg_counts. `bytes_*` in bytes."""
-
-    lookups: int = 0
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    bytes_link: int = 0
-    bytes_device: int = 0
-    streamed: int = 0
-    graphs: int = 0
-    cpu_rows: int = 0
-    admitted: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Notes:
-    """How the engine ran; see struct tsg_notes."""
-
-    captures: int
-    replays: int
-    capture_failed: int
-    edges_moved: int
-    overlapped: int
-    host_ns: int
-    cpu_ns: int
-    wait_cpu_ns: int
-    wait_device_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class PagerStats:
-    """Everything the pager counts; see struct tsg_stats."""
-
-    prefill: Counts
-    decode: Counts
-    host_bytes: int
-    host_tensors: int
-    host_rung: str  # one of HOST_RUNGS: how the device reads experts that are in no slot
-    host: str  # the same for people, and why
-    pool_bytes: int
-    stage_bytes: int
-    slots_total: int
-    slots_used: int
-    all_resident: bool
-    device_engine: bool
-    miss: str  # what happens to misses of decode, and why
-    cpu_cannot: bool  # the CPU cannot compute those of this model
-    notes: Notes
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertState:
-    """Where an expert is and how it was used. `slot` is -1 when it lies in host memory only."""
-
-    slot: int
-    pinned: bool
-    hits: int
-    misses: int
-    last_use: int
 
 
 def _numbers(struct: Any, kind: type[Any]) -> list[int]:
@@ -378,6 +328,22 @@ class Pager:
 
     def set_policy(self, policy: str) -> None:
         _check(_lib.tsg_pager_set_policy(self._pager, POLICIES.index(policy)))
+
+    def resize(self, n_slots: Sequence[int]) -> ResizeCounts:
+        """Another number of slots for every pool, in the order of `add_pool`. CapacityError, OptionError or EngineError: nothing changed."""
+        out = _ffi.new("struct tsg_resized *")
+        _check(_lib.tsg_pager_resize(self._pager, list(n_slots), out))
+        return ResizeCounts(out.kept, out.evicted, out.loaded, out.beside, out.bytes_link)
+
+    def expert_arrays(self, n_experts: int) -> ExpertArrays:
+        """Every expert at one moment; `n_experts` of all layers together."""
+        out = _ffi.new("struct tsg_map *")
+        resident = bytearray(n_experts)
+        hits, misses, last_use = (bytearray(8 * n_experts) for _ in range(3))
+        arrays = [_ffi.from_buffer("uint8_t[]", resident), *(_ffi.from_buffer("uint64_t[]", array) for array in (hits, misses, last_use))]
+        _check(_lib.tsg_pager_map(self._pager, out, *arrays))
+        prefill, decode = (Counts(*_numbers(out.phase[phase], Counts)) for phase in (_lib.TSG_PREFILL, _lib.TSG_DECODE))
+        return ExpertArrays(out.tick, out.slots_total, out.slots_used, out.all_resident, prefill, decode, resident, hits, misses, last_use)
 
     def check_integrity(self) -> None:
         """EngineError if slot maps or counters contradict each other."""

@@ -9,12 +9,11 @@ from typing import Any
 
 import click
 
-from tinyserve_gguf.choices import POLICIES
+from tinyserve_gguf.choices import MISSES, POLICIES
 from tinyserve_gguf.cli.interrupt import Interrupt
 from tinyserve_gguf.cli.lines import decoded
 from tinyserve_gguf.cli.options import (
     INT32_MAX,
-    MISSES,
     ExpertCache,
     FiniteRange,
     device_option,
