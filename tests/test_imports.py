@@ -18,16 +18,22 @@ MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(
 
 # A module may import those of its own line and of the lines above it. `cli` stands for everything in that folder.
 LAYERS = (
-    ("errors", "choices", "progress", "counters"),
+    ("errors", "choices", "progress", "counters", "host", "_log"),
     ("sampling", "window", "attention"),
     ("kv",),
     ("_llama", "_ggufio", "demo", "outfile"),
     ("_sampler", "facts", "channels", "sequence", "_ops", "_matmul", "_types", "_torch"),
-    ("plan", "micro", "check"),
+    ("needs", "geometry", "micro", "check"),
+    ("plan",),
+    ("planner", "machine", "cuda_driver"),
+    ("estimate",),
     ("_shim",),
+    ("dryrun", "_measure", "doctor_checks"),
     ("experts", "miss", "miss_guard", "stats", "context"),
     ("miss_auto",),
     ("placement", "paging", "live"),
+    ("doctor_rates",),
+    ("doctor",),
     ("miss_memory",),
     ("miss_tuning",),
     ("session", "weights"),
@@ -49,7 +55,12 @@ LAYERS = (
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-CLI_LAYERS = (("interrupt", "lines", "options"), ("repl", "report"), ("bench", "chat", "demo", "info", "serve", "verify"), ("__init__",))
+CLI_LAYERS = (
+    ("interrupt", "lines", "options", "outlook"),
+    ("repl", "report"),
+    ("bench", "chat", "demo", "doctor", "info", "serve", "verify"),
+    ("__init__",),
+)
 CLI_RANK = {name: rank for rank, names in enumerate(CLI_LAYERS) for name in names}
 MAX_LINES = 420
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from tinyserve_gguf import _shim  # loads llama.cpp, before numpy
 from tinyserve_gguf._shim import Counts, Device, Pager
-from tinyserve_gguf.plan import CacheSpec, Plan, replan, size
+from tinyserve_gguf.plan import CacheSpec, Plan, size
+from tinyserve_gguf.planner import replan
 from tinyserve_gguf.stats import hit_rate
 
 import numpy as np  # isort: skip

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import Lock
 from types import TracebackType
+from typing import Any
 
 from tinyserve_gguf import _llama, _shim
 from tinyserve_gguf._llama import NativeModel, Offload
@@ -22,7 +23,7 @@ from tinyserve_gguf.miss import MissOptions
 from tinyserve_gguf.miss_tuning import Tuning, Watching, start_misses, watcher
 from tinyserve_gguf.paging import EXPERT_PATTERN, Layers, open_pager
 from tinyserve_gguf.placement import default_threads, plan_for
-from tinyserve_gguf.plan import Plan
+from tinyserve_gguf.plan import Budget, Plan
 from tinyserve_gguf.progress import LoadProgress
 from tinyserve_gguf.sampling import Sampling
 from tinyserve_gguf.session import Session
@@ -49,6 +50,9 @@ def load(
     flash_attn: str = "auto",
     n_ubatch: int | None = None,
     n_threads: int | None = None,
+    vram: float | None = None,
+    vram_reserve: float | None = None,
+    ram: float | None = None,
     engine: str = "auto",
     link_gbps: float | None = None,
     miss: str = "fetch",
@@ -72,6 +76,9 @@ def load(
         flash_attn: "auto", "on" or "off".
         n_ubatch: tokens computed at once in prefill; by default 512, on a GPU up to 4,096 as memory allows.
         n_threads: threads of CPU computation; by default one per core.
+        vram: GiB of device memory to plan with, where less than what is free.
+        vram_reserve: GiB of it that stay free; by default a twentieth, at least half a GiB.
+        ram: GiB of host memory that may be page-locked for experts; by default nine tenths of what is available.
         engine: "auto", "host" (the host reads the router's choice once a layer) or "device" (one CUDA graph a token; an error where that cannot be).
         link_gbps: slow the host-to-device link down to so many GB/s, for what-if runs on the device engine.
         miss: what happens to misses of decode: "fetch" them, let the "cpu" compute them where they lie, "split" them so that link and CPU finish
@@ -95,7 +102,8 @@ def load(
     if misses.uses_cpu and engine == "device":
         raise OptionError(f"the device engine fetches every miss: --miss {miss} needs --engine auto or host")
     spec = ContextSpec.of(n_ctx, window, sinks, kv_type, kv_type_v, flash_attn)
-    plan, chosen = plan_for(read_facts(path), expert_cache=expert_cache, device=device, context=spec, n_ubatch=n_ubatch)
+    asked: dict[str, Any] = {"expert_cache": expert_cache, "device": device, "context": spec, "n_ubatch": n_ubatch, "cpu_misses": misses.uses_cpu}
+    plan, chosen = plan_for(read_facts(path), budget=Budget.of(vram, vram_reserve, ram), ask=True, **asked)
     context = plan_context(plan.facts, spec, chosen, n_ubatch=plan.n_ubatch, n_threads=n_threads or default_threads())
     return Model(plan, chosen, policy, spec, context, engine=engine, link_gbps=link_gbps, misses=misses, progress=progress)
 
@@ -209,7 +217,7 @@ class Model:
 
     def lines(self) -> list[str]:
         """What was decided and why, for people: the plan, and what could only be known once the model was loaded."""
-        engine = [f"engine: {self.engine}", f"host pool: {self.host_pool}", f"misses: {self.miss}"] if self._pager else []
+        engine = [f"engine: {self.engine}; host pool: {self.host_pool}", f"misses: {self.miss}"] if self._pager else []
         return [*self.plan.lines(), *engine, *self.context.lines]
 
     @property

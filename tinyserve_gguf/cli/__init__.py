@@ -47,6 +47,12 @@ def _demo() -> click.Command:
     return demo
 
 
+def _doctor() -> click.Command:
+    from tinyserve_gguf.cli.doctor import doctor
+
+    return doctor
+
+
 def _bench() -> click.Command:
     from tinyserve_gguf.cli.bench import bench
 
@@ -71,6 +77,7 @@ COMMANDS: dict[str, tuple[Callable[[], click.Command], str]] = {
     "info": (_info, "What a model file holds, and what would be placed where."),
     "bench": (_bench, "Measure speed, hit rates and bounds, and llama.cpp beside them."),
     "verify": (_verify, "Prove that paging changes nothing: logits, kernels, bytes."),
+    "doctor": (_doctor, "What of this machine works, how fast it is, and how to mend the rest."),
     "demo": (_demo, "Build a small demo model and print its path."),
 }
 
