@@ -43,6 +43,7 @@ void tsg_pager_reset_stats(struct tsg_pager * pager) {
         struct tsg_slots * slots = &pager->pools[i].slots;
         memset(slots->hits, 0, sizeof(uint64_t) * (size_t) slots->n_experts);
         memset(slots->misses, 0, sizeof(uint64_t) * (size_t) slots->n_experts);
+        memset(slots->prefill, 0, sizeof(uint64_t) * (size_t) slots->n_experts);
     }
     mtx_unlock(&pager->lock);
 }
@@ -118,6 +119,7 @@ static struct tsg_expert describe(const struct tsg_slots * slots, int32_t id) {
         .pinned   = slots->pinned[id],
         .hits     = slots->hits[id],
         .misses   = slots->misses[id],
+        .uses     = slots->hits[id] + slots->misses[id] - slots->prefill[id],
         .last_use = slots->use[id].last ? 1 + (slots->use[id].last - 2) / slots->period : 0,  // the first step is tick 2
     };
 }
@@ -234,6 +236,27 @@ enum tsg_status tsg_expert_evict(struct tsg_pager * pager, int32_t layer, int32_
     }
     if (!tsg_slots_evict(&pool->slots, l->first + expert)) {
         return leave(pager, tsg_fail(TSG_E_STATE, "expert %d of layer %d is pinned: unpin it first", expert, layer));
+    }
+    return leave(pager, TSG_OK);
+}
+
+enum tsg_status tsg_expert_warm(struct tsg_pager * pager, int32_t layer, int32_t expert, double uses_per_graph, bool load, bool * loaded) {
+    struct tsg_layer * l;
+    if (!(uses_per_graph >= 0 && uses_per_graph <= 1)) {
+        return tsg_fail(TSG_E_ARGUMENT, "an expert is used 0 to 1 times a graph, not %g", uses_per_graph);
+    }
+    const enum tsg_status entered = enter(pager, pager->ready, layer, expert, 0, &l);
+    if (entered != TSG_OK) {
+        return entered;
+    }
+    struct tsg_pool * pool = &pager->pools[l->pool];
+    struct tsg_load   slot = { .slot = -1 };
+    // what the decayed count comes to after a long time: a use a graph, halved every TSG_HALF_LIFE graphs, adds up to TSG_HALF_LIFE / ln 2
+    const uint32_t freq = (uint32_t) (uses_per_graph * TSG_HALF_LIFE / 0.6931 * TSG_FREQ_ONE);
+    *loaded             = !pool->resident && tsg_slots_warm(&pool->slots, l->first + expert, freq, load, &slot);
+    if (*loaded) {
+        tsg_engine_wait(pager);
+        tsg_pool_load_slot(pool, NULL, l, expert, slot.slot);
     }
     return leave(pager, TSG_OK);
 }

@@ -22,6 +22,7 @@ struct tsg_slots {
     uint64_t *       in_step;    // [n_slots] clock of the step that needs it: not a victim in that step
     uint64_t *       hits;       // [n_experts]
     uint64_t *       misses;     // [n_experts]
+    uint64_t *       prefill;    // [n_experts] of the hits and misses, those of prefill
 };
 
 struct tsg_load {
@@ -55,6 +56,10 @@ bool tsg_slots_load(struct tsg_slots * slots, int32_t expert, struct tsg_load * 
 bool tsg_slots_pin(struct tsg_slots * slots, int32_t expert, int32_t keep_free);  // expert is resident; keep_free slots must stay unpinned
 void tsg_slots_unpin(struct tsg_slots * slots, int32_t expert);
 bool tsg_slots_evict(struct tsg_slots * slots, int32_t expert);
+
+// What decode wanted before this pool was made: the expert counts as used so often (`freq` as in tsg_use) and, if it shall be loaded, gets a slot that is
+// free. From the last slot down, so that among equals those that came first stay longest. False: not loaded, it has a slot or none is free.
+bool tsg_slots_warm(struct tsg_slots * slots, int32_t expert, uint32_t freq, bool load, struct tsg_load * out);
 
 void tsg_slots_set_policy(struct tsg_slots * slots, enum tsg_policy policy);
 

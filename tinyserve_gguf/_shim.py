@@ -178,6 +178,7 @@ class ExpertState:
     pinned: bool
     hits: int
     misses: int
+    uses: int  # of both, those of decode
     last_use: int
 
 
@@ -187,7 +188,7 @@ def _numbers(struct: Any, kind: type[Any]) -> list[int]:
 
 
 def _state(e: Any) -> ExpertState:
-    return ExpertState(int(e.slot), bool(e.pinned), int(e.hits), int(e.misses), int(e.last_use))
+    return ExpertState(int(e.slot), bool(e.pinned), int(e.hits), int(e.misses), int(e.uses), int(e.last_use))
 
 
 # ---- pager ----------------------------------------------------------------------------------------------------------------------------------
@@ -402,6 +403,12 @@ class Pager:
 
     def prefetch(self, layer: int, expert: int) -> None:
         _check(_lib.tsg_expert_prefetch(self._pager, layer, expert))
+
+    def warm(self, layer: int, expert: int, rate: float, load: bool) -> bool:
+        """Let the policies take the expert for one with `rate` uses per graph, and `load` it into a free slot. False if it was not loaded."""
+        loaded = _ffi.new("bool *")
+        _check(_lib.tsg_expert_warm(self._pager, layer, expert, rate, load, loaded))
+        return bool(loaded[0])
 
     def evict(self, layer: int, expert: int) -> None:
         _check(_lib.tsg_expert_evict(self._pager, layer, expert))

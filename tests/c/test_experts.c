@@ -37,6 +37,28 @@ static void pin_prefetch_evict(void) {
     rig_close(&rig);
 }
 
+static void warm_ones_lie_in_slots(void) {
+    struct rig rig = rig_open(&small);
+    bool       loaded;
+    for (int32_t e = 0; e < 8; e++) {
+        CHECK(tsg_expert_warm(rig.pager, 1, e, 0.5, e < 7, &loaded) == TSG_OK && loaded == (e < 6) && get(&rig, 1, e).slot == (e < 6 ? 5 - e : -1));
+    }
+    struct tsg_stats stats;
+    tsg_pager_stats(rig.pager, &stats);
+    CHECK(stats.slots_used == 6 && stats.phase[TSG_DECODE].lookups == 0 && stats.phase[TSG_DECODE].bytes_link == 0);
+    CHECK(get(&rig, 1, 0).uses == 0 && tsg_pager_check_integrity(rig.pager) == TSG_OK);
+    const void * host;
+    size_t       size;
+    uint8_t      data[1 << 14];
+    for (int32_t e = 0; e < 6; e++) {
+        CHECK(tsg_expert_host(rig.pager, 1, e, 0, &host, &size) == TSG_OK && size <= sizeof(data));
+        CHECK(tsg_expert_read_slot(rig.pager, 1, e, 0, data, size) == TSG_OK && memcmp(data, host, size) == 0);
+    }
+    CHECK(rig_failed(tsg_expert_warm(rig.pager, 1, 0, 1.5, true, &loaded), TSG_E_ARGUMENT, "0 to 1 times a graph"));
+    CHECK(rig_failed(tsg_expert_warm(rig.pager, 1, 8, 0.5, true, &loaded), TSG_E_ARGUMENT, "there is no weight"));
+    rig_close(&rig);
+}
+
 static void slots_are_read_back(void) {
     struct rig   rig = rig_open(&small);
     const void * host;
@@ -128,6 +150,7 @@ static void last_use_is_the_number_of_the_graph(void) {
 int main(int argc, char ** argv) {
     const struct test tests[] = {
         TEST(pin_prefetch_evict),
+        TEST(warm_ones_lie_in_slots),
         TEST(slots_are_read_back),
         TEST(experts_that_do_not_exist),
         TEST(experts_before_commit),
