@@ -18,14 +18,15 @@ MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(
 
 # A module may import those of its own line and of the lines above it. `cli` stands for everything in that folder.
 LAYERS = (
-    ("errors", "choices", "progress"),
+    ("errors", "choices", "progress", "user_files", "toml_files", "text"),
     ("sampling", "window", "attention"),
     ("kv",),
     ("_llama", "_ggufio", "demo", "outfile"),
     ("facts", "channels", "sequence", "_ops", "_matmul", "_types"),
-    ("plan", "micro", "check"),
+    ("plan", "micro", "check", "hot_list", "catalog", "hub"),
+    ("resolve",),
     ("_shim",),
-    ("experts", "miss", "miss_auto", "stats", "context"),
+    ("experts", "miss", "miss_auto", "stats", "context", "warm"),
     ("placement",),
     ("miss_memory",),
     ("miss_tuning",),
@@ -40,7 +41,12 @@ LAYERS = (
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-CLI_LAYERS = (("interrupt", "lines", "options"), ("repl", "report"), ("bench", "chat", "demo", "info", "verify"), ("__init__",))
+CLI_LAYERS = (
+    ("interrupt", "lines", "options", "output", "settings", "versions"),
+    ("repl", "report", "model_argument"),
+    ("bench", "chat", "completion", "config", "demo", "info", "models", "verify"),
+    ("__init__",),
+)
 CLI_RANK = {name: rank for rank, names in enumerate(CLI_LAYERS) for name in names}
 MAX_LINES = 420
 
@@ -99,7 +105,9 @@ def test_llama_is_loaded_before_numpy(module: str, tmp_path: Path) -> None:
     assert loaded.index("llama_cpp.llama_cpp") < loaded.index("numpy")
 
 
-@pytest.mark.parametrize(("library", "owner"), [("llama_cpp", "_llama"), ("cffi", "_shim"), ("torch", "experts"), ("matplotlib", "bench_plot")])
+@pytest.mark.parametrize(
+    ("library", "owner"), [("llama_cpp", "_llama"), ("cffi", "_shim"), ("torch", "experts"), ("matplotlib", "bench_plot"), ("huggingface_hub", "hub")]
+)
 def test_one_owner(library: str, owner: str) -> None:
     assert {module for module, tree in MODULES.items() for name in imports(tree) if name.split(".")[0] == library} == {owner}
 

@@ -52,6 +52,7 @@ def _open(folder: Path) -> tuple[cffi.FFI, Any]:
 
 
 _ffi, _lib = _open(Path(__file__).parent)
+BUILT_FOR = str(_ffi.string(_lib.tsg_ggml_version()).decode())  # the version of ggml
 
 _ERRORS: dict[int, type[TinyserveError]] = {
     _lib.TSG_E_ARGUMENT: OptionError,

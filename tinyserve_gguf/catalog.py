@@ -62,7 +62,9 @@ class KnownModel:
         for known in self.quants:
             if known.lower() == name.lower():
                 return known
-        raise OptionError(f"{self.alias} is known as {', '.join(self.quants)}, not as {name}; -hf {self.repository}:{name} takes any quant of the repository")
+        raise OptionError(
+            f"{self.alias} is known as {', '.join(self.quants)}, not as {name}; -hf {self.repository}:{name} takes any quant of the repository"
+        )
 
 
 @cache
@@ -77,7 +79,7 @@ def catalogue() -> dict[str, KnownModel]:
 
 def _model(alias: str, entry: dict[str, Any]) -> KnownModel:
     """TypeError for a field too many or too few."""
-    optional = {"bytes": {}, "context": None, "window": None}
+    optional: dict[str, Any] = {"bytes": {}, "context": None, "window": None}
     made = KnownModel(alias=alias, **(optional | entry | {"geometry": Geometry(**entry["geometry"])}))
     if made.verified not in VERIFIED or (made.window and made.window not in WINDOWS) or not made.quants or set(made.bytes) - set(made.quants):
         raise ValueError(f"[{alias}] holds a value that is not in the list at the top of the file")

@@ -64,14 +64,13 @@ class WarmStart:
 
     def counted(self) -> HotList:
         """What decode used since the model was opened."""
-        now = HotList(
+        return HotList(
             self._before.graphs + self._pager.stats().decode.graphs,
             {
                 layer: tuple(old + state.uses for old, state in zip(self._before.uses[layer], self._pager.layer(index, facts.n_expert), strict=True))
                 for layer, (index, facts) in self._layers.items()
             },
         )
-        return now
 
     def keep(self) -> None:
         """Add what was counted to the list of this model file. Where everything is resident nobody looks experts up: then there is nothing to add."""

@@ -12,6 +12,7 @@ import click
 from tinyserve_gguf.choices import POLICIES
 from tinyserve_gguf.cli.interrupt import Interrupt
 from tinyserve_gguf.cli.lines import decoded
+from tinyserve_gguf.cli.model_argument import model_argument
 from tinyserve_gguf.cli.options import (
     INT32_MAX,
     MISSES,
@@ -23,6 +24,7 @@ from tinyserve_gguf.cli.options import (
     threads_option,
     ubatch_option,
 )
+from tinyserve_gguf.cli.output import is_quiet
 from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.outfile import OutputFile
 
@@ -55,7 +57,7 @@ counts = list_of(click.IntRange(0, INT32_MAX).convert)
 
 
 @click.command(epilog=EPILOG)
-@click.argument("model", metavar="MODEL", type=click.Path())
+@model_argument()
 @click.option(
     "-p", "--n-prompt", "prompts", callback=counts, default="512", show_default=True, metavar="LIST", help="Tokens of the prompts; 0 = none."
 )
@@ -202,6 +204,6 @@ def progress_bar() -> Iterator[Callable[[str, float], None]]:
 
     console = Console(stderr=True)
     columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal or is_quiet()) as progress:
         task = progress.add_task("", total=1.0)
         yield lambda text, done: progress.update(task, description=text, completed=done, refresh=True)

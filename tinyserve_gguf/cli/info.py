@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tinyserve_gguf.cli.model_argument import model_argument
 from tinyserve_gguf.errors import TinyserveError
 from tinyserve_gguf.facts import ExpertLayer, LayoutGroup, ModelFacts, PartFacts, read_facts
 from tinyserve_gguf.plan import size
@@ -24,7 +25,7 @@ PLAIN_WIDTH = 160  # columns, where the output is no terminal
 
 
 @click.command()
-@click.argument("model")
+@model_argument()
 @click.option("--check", is_flag=True, help="Also read every weight and name those that hold NaN: exit code 1 if there are any.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def info(model: str, check: bool, as_json: bool) -> None:
