@@ -6,8 +6,6 @@ import json
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from tinyserve_gguf.cli.model_argument import ModelName, called
 from tinyserve_gguf.cli.settings import META, Settings, config_path, options_of
@@ -39,6 +37,9 @@ def config(context: click.Context, action: str, command_name: str | None, model:
     if as_json:
         click.echo(json.dumps({"file": str(settings.path) if settings.path else None, "values": rows}, indent=2, ensure_ascii=False))
         return
+    from rich.console import Console
+    from rich.table import Table
+
     click.echo(where)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for row in rows:
