@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,6 +66,8 @@ class _Log:
 
     def _on_line(self, level: int, text: bytes, _user: object) -> None:
         self._level = _LOG_LEVELS.get(level, self._level)
+        if (listener := listeners.get(threading.get_ident())) is not None:
+            listener.append(text.decode("utf-8", "replace"))
         self._partial += text.decode("utf-8", "replace")
         *lines, self._partial = self._partial.split("\n")
         for line in lines:
@@ -79,6 +82,7 @@ class _Log:
         return reason.split(": ", 1)[-1].strip()
 
 
+listeners: dict[int, list[str]] = {}  # by thread: what llama.cpp logs on it goes there too, in pieces
 _log = _Log()
 _started = False
 
@@ -163,8 +167,16 @@ class NativeModel:
     """A llama_model. `offload=None` keeps everything on the CPU; `extra_bufts=False` stops llama.cpp from repacking weights for the CPU."""
 
     def __init__(
-        self, path: str, offload: Offload | None, *, extra_bufts: bool = True, mmap: bool = True, progress: Callable[[float], bool] | None = None
+        self,
+        path: str,
+        offload: Offload | None,
+        *,
+        extra_bufts: bool = True,
+        mmap: bool = True,
+        progress: Callable[[float], bool] | None = None,
+        adjust: Callable[[Any], object] | None = None,
     ) -> None:
+        """`adjust` gets the llama_model_params last; what it returns lives until the model is loaded."""
         with explained() as cause:
             params = C.llama_model_default_params()
             params.n_gpu_layers = ALL_LAYERS if offload else 0
@@ -183,6 +195,7 @@ class NativeModel:
                 callback = C.llama_progress_callback(lambda fraction, _user: bool(progress(fraction)))
                 keep.append(callback)
                 params.progress_callback = callback
+            keep.append(adjust(params) if adjust else None)
             self._model: Any = C.llama_model_load_from_file(os.fsencode(path), params)
             if not self._model:
                 raise ModelFileError(f"{path}: llama.cpp cannot load it: {cause()}")

@@ -25,7 +25,9 @@ from tinyserve_gguf.facts import read_facts
 from tinyserve_gguf.miss import MissOptions
 from tinyserve_gguf.model import Model, load
 from tinyserve_gguf.placement import default_threads, pick_device, plan_for
-from tinyserve_gguf.plan import GIB, DeviceFacts, pick_ubatch
+from tinyserve_gguf.needs import Setting, compute_bytes
+from tinyserve_gguf.plan import GIB, DeviceFacts
+from tinyserve_gguf.planner import pick_ubatch
 from tinyserve_gguf.sequence import TokenSequence
 from tinyserve_gguf.window import Rolling, Window, WindowCounts
 
@@ -57,7 +59,8 @@ class Bench:
                 "give less depth, or shorter or fewer tests (a tg test goes on after the tokens of its repeats)"
             )
         device = DeviceFacts(self.device.name, self.device.memory_free, self.device.is_cpu)
-        self._n_ubatch = options.n_ubatch or pick_ubatch(self.facts, device)  # the same for every run
+        n_ctx = min(options.n_ctx, trained or options.n_ctx)
+        self._n_ubatch = options.n_ubatch or pick_ubatch(device, lambda n: compute_bytes(self.facts, Setting(n_ctx, n)))  # the same for every run
         self._runs = self._plan_runs()
         self.link = self.device.link_rate()  # bytes per second
         if options.link_gbps and self.link and options.link_gbps * 1e9 > self.link:

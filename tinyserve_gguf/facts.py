@@ -151,7 +151,7 @@ class ModelFacts:
     @property
     def idle_bytes(self) -> int:
         """Everything in idle blocks: in the file, never loaded."""
-        return sum(tensor.n_bytes for tensor in self.tensors if self._is_idle(tensor))
+        return sum(tensor.n_bytes for tensor in self.tensors if self.is_idle(tensor))
 
     @property
     def resident_bytes(self) -> int:
@@ -174,7 +174,7 @@ class ModelFacts:
     @property
     def shared_expert_bytes(self) -> int:
         """Shared experts, which every token uses: part of resident_bytes."""
-        return sum(tensor.n_bytes for tensor in self.tensors if _SHARED.fullmatch(tensor.name) and not self._is_idle(tensor))
+        return sum(tensor.n_bytes for tensor in self.tensors if _SHARED.fullmatch(tensor.name) and not self.is_idle(tensor))
 
     @property
     def types(self) -> dict[str, int]:
@@ -184,7 +184,8 @@ class ModelFacts:
             total[tensor.type] += tensor.n_bytes
         return dict(total.most_common())
 
-    def _is_idle(self, tensor: TensorFacts) -> bool:
+    def is_idle(self, tensor: TensorFacts) -> bool:
+        """It belongs to a block for multi-token prediction."""
         match = _BLOCK.match(tensor.name)
         return match is not None and int(match[1]) >= self.n_blocks - self.n_idle_blocks
 

@@ -9,7 +9,8 @@ from tinyserve_gguf._shim import Device
 from tinyserve_gguf.context import ContextSpec
 from tinyserve_gguf.errors import ModelFileError, OptionError
 from tinyserve_gguf.facts import ModelFacts
-from tinyserve_gguf.plan import CacheSpec, DeviceFacts, Plan, make_plan
+from tinyserve_gguf.plan import CacheSpec, DeviceFacts, Plan
+from tinyserve_gguf.planner import make_plan
 
 
 def default_threads() -> int:

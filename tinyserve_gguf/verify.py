@@ -12,7 +12,8 @@ from tinyserve_gguf.errors import EngineError, OptionError
 from tinyserve_gguf.facts import ExpertLayer, ModelFacts, read_facts
 from tinyserve_gguf.model import Model, load
 from tinyserve_gguf.placement import default_threads, pick_device, plan_for
-from tinyserve_gguf.plan import CacheSpec, context_bytes, minimum, size
+from tinyserve_gguf.needs import context_bytes, weight_bytes
+from tinyserve_gguf.plan import CacheSpec, minimum, size
 from tinyserve_gguf.verify_kernels import KernelRow, check_kernels, unequal_slots
 from tinyserve_gguf.verify_logits import NEAR, UBATCH, Difference, Logits, Workload
 
@@ -154,7 +155,7 @@ def check_cache(text: str) -> str:
 
 def _check_room(facts: ModelFacts, device: Device, work: Workload) -> None:
     """llama.cpp alone must fit on the device: it is the reference."""
-    needed = facts.device_bytes + facts.expert_bytes + context_bytes(facts, work.options().n_ctx, UBATCH)
+    needed = weight_bytes(facts) + facts.expert_bytes + context_bytes(facts, work.options().n_ctx, UBATCH)
     if not device.is_cpu and needed > device.memory_free:
         raise OptionError(
             f"llama.cpp with everything on {device.name} is the reference, and it needs {size(needed)} where {size(device.memory_free)} are free; "

@@ -1,0 +1,139 @@
+"""Asks llama.cpp what a model would take, without memory for it: a load that allocates nothing, and contexts of that.
+
+llama.cpp has no C function that says so, but it logs every buffer: "CUDA0 compute buffer size = 398.50 MiB".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from tinyserve_gguf import _llama
+from tinyserve_gguf._llama import ContextOptions, NativeContext, NativeModel, Offload
+from tinyserve_gguf._shim import Device, Pager
+from tinyserve_gguf.facts import ModelFacts
+from tinyserve_gguf.needs import MIB, Needs, Setting, weight_bytes
+
+EXPERT_PATTERN = r"\.ffn_(gate|up|down|gate_up)_(ch)?exps\.weight"  # everything else, biases and scales too, stays where llama.cpp puts it
+
+_BUFFER = re.compile(r": +(\S+) +(model|KV|RS|compute|output) buffer size = +([\d.]+) MiB")
+_CACHE = re.compile(r"llama_kv_cache\w*: size = +([\d.]+) MiB \(")
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One that llama.cpp logged. `n_bytes` is rounded to a hundredth of a MiB."""
+
+    place: str  # name of its buffer type: "CUDA0", "CPU", "CUDA_Host", "CPU_Mapped"
+    kind: str  # "model", "KV", "RS", "compute" or "output"
+    n_bytes: int
+
+
+def buffers(lines: list[str]) -> list[Buffer]:
+    """What these lines of llama.cpp's log say of buffers."""
+    return [Buffer(match[1], match[2], round(float(match[3]) * MIB)) for line in lines if (match := _BUFFER.search(line))]
+
+
+@contextmanager
+def listening() -> Iterator[Callable[[], list[str]]]:
+    """Gives a function that names the lines that llama.cpp logged on this thread since the block began."""
+    _llama.start()
+    pieces = _llama.listeners[threading.get_ident()] = []
+    try:
+        yield lambda: "".join(pieces).split("\n")
+    finally:
+        del _llama.listeners[threading.get_ident()]
+
+
+def _allocate_nothing(params: Any, facts: ModelFacts) -> object:
+    """Also leaves the vocabulary out, which is most of the time that it would take: a second with 200,000 tokens."""
+    vocabulary = next((tensor.ne(1) for tensor in facts.tensors if tensor.name == "token_embd.weight"), 0)
+    overrides = (_llama.C.llama_model_kv_override * 3)()  # the last one, without a key, is the end
+    overrides[0].tag, overrides[0].key = _llama.C.LLAMA_KV_OVERRIDE_TYPE_STR, b"tokenizer.ggml.model"
+    overrides[0].value.val_str = b"none"
+    overrides[1].tag, overrides[1].key = _llama.C.LLAMA_KV_OVERRIDE_TYPE_INT, f"{facts.architecture}.vocab_size".encode()
+    overrides[1].value.val_i64 = vocabulary
+    params.kv_overrides = overrides
+    params.no_alloc, params.load_mode = True, _llama.C.LLAMA_LOAD_MODE_NONE
+    return overrides
+
+
+class DryRun:
+    """A model without memory. Use it as a context manager."""
+
+    def __init__(self, facts: ModelFacts, device: Device) -> None:
+        """ModelFileError if llama.cpp does not load the model, or if it does not write text."""
+        self._facts, self._device = facts, device
+        self._pager: Pager | None = None
+        self._model: NativeModel | None = None
+        self._known: dict[Setting, Needs] = {}
+        offload: Offload | None = None if device.is_cpu else Offload(device.handle)
+        try:
+            if facts.is_moe:
+                self._pager = Pager(device, "lfru")  # without pools: its device and buffer type are what the graph is built for
+                self._pager.commit()
+                offload = self._pager.offload(EXPERT_PATTERN)
+            self._model = NativeModel(str(facts.path), offload, adjust=lambda params: _allocate_nothing(params, facts))
+            self._model.require_generative(facts.path, facts.architecture)
+        except BaseException:
+            self.close()
+            raise
+
+    def needs(self, setting: Setting) -> Needs:
+        """CapacityError if llama.cpp makes no such context."""
+        if setting not in self._known:
+            self._known[setting] = self._ask(setting)
+        return self._known[setting]
+
+    def _ask(self, setting: Setting) -> Needs:
+        assert self._model
+        options = ContextOptions(
+            n_ctx=setting.n_ctx,
+            n_batch=setting.n_ubatch,
+            n_ubatch=setting.n_ubatch,
+            n_threads=1,
+            flash_attention=setting.kv.flash,
+            type_k=setting.kv.keys.type_id,
+            type_v=setting.kv.values.type_id,
+        )
+        with listening() as lines:
+            NativeContext(self._model, options).close()
+            heard = lines()
+        found = buffers(heard)
+        computes = [buffer for buffer in found if buffer.kind == "compute"]
+        on_device = next((buffer for buffer in computes if self._is_ours(buffer)), None)
+        caches = sum(round(float(match[1]) * MIB) for line in heard if (match := _CACHE.search(line)))
+        states = sum(buffer.n_bytes for buffer in found if buffer.kind == "RS")
+        # Where the CPU plays the device both have one kind of memory and share a buffer, which a dry run names twice
+        others = 0 if self._device.is_cpu else sum(buffer.n_bytes for buffer in computes if buffer is not on_device)
+        return Needs(
+            weights=weight_bytes(self._facts),
+            kv=caches + states,
+            compute=on_device.n_bytes if on_device else 0,
+            host_weights=self._facts.input_bytes,
+            host_compute=others + sum(buffer.n_bytes for buffer in found if buffer.kind == "output"),
+            is_exact=True,
+        )
+
+    def _is_ours(self, buffer: Buffer) -> bool:
+        return buffer.place == self._device.name
+
+    def close(self) -> None:
+        if self._model:
+            self._model.close()
+            self._model = None
+        if self._pager:
+            self._pager.close()
+            self._pager = None
+
+    def __enter__(self) -> DryRun:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
