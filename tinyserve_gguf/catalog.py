@@ -10,6 +10,7 @@ from typing import Any
 
 from tinyserve_gguf.errors import ModelFileError, OptionError
 from tinyserve_gguf.facts import ModelFacts
+from tinyserve_gguf.geometry import Geometry
 from tinyserve_gguf.toml_files import read_toml
 
 PACKAGE = Path(__file__).parent
@@ -19,7 +20,7 @@ VERIFIED = {"geometry": "in this geometry, random weights", "architecture": "sma
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class KnownGeometry:
     """What decides shapes. Blocks for multi-token prediction do not count."""
 
     architecture: str
@@ -29,11 +30,22 @@ class Geometry:
     used: int  # top-k
     embedding: int
     expert_ff: int  # rows of one expert's gate
+    weights: int  # numbers of the whole model; this and what follows is for estimates alone
+    vocabulary: int
+    kv: int  # numbers that the KV cache keeps of a token
+    state: int = 0  # bytes of recurrent blocks
+    sliding_window: int = 0  # tokens; 0 = none
+    tied: bool = False  # the output matrix is the embedding table
 
     @property
     def expert_weights(self) -> int:
         """Numbers in all routed experts: gate, up and down."""
         return self.moe_blocks * self.experts * 3 * self.embedding * self.expert_ff
+
+    @property
+    def other_weights(self) -> int:
+        """Neither in experts nor in the embedding table and the output matrix."""
+        return self.weights - self.expert_weights - (1 if self.tied else 2) * self.embedding * self.vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +61,7 @@ class KnownModel:
     context: int | None  # recommended, where it is less than that
     window: str | None  # one of WINDOWS, None = not known
     verified: str  # one of VERIFIED
-    geometry: Geometry
+    geometry: KnownGeometry
 
     @property
     def default_quant(self) -> str:
@@ -66,6 +78,32 @@ class KnownModel:
             f"{self.alias} is known as {', '.join(self.quants)}, not as {name}; -hf {self.repository}:{name} takes any quant of the repository"
         )
 
+    def facts(self, quant: str) -> ModelFacts | None:
+        """As far as they are known without the file, for estimates: every weight with the bits that weights have on average. None if the size of
+        the quant is not known."""
+        if quant not in self.bytes:
+            return None
+        known, bits = self.geometry, 8 * self.bytes[quant] / self.geometry.weights
+        return Geometry(
+            name=self.title,
+            architecture=known.architecture,
+            n_blocks=known.blocks,
+            n_expert=known.experts,
+            n_used=known.used,
+            embedding_length=known.embedding,
+            expert_ff=known.expert_ff,
+            vocabulary=known.vocabulary,
+            other_weights=known.other_weights,
+            kv_numbers=known.kv,
+            context_length=self.trained,
+            expert_bits=bits,
+            other_bits=bits,
+            n_dense=known.blocks - known.moe_blocks,
+            tied=known.tied,
+            state_bytes=known.state,
+            sliding_window=known.sliding_window,
+        ).facts()
+
 
 @cache
 def catalogue() -> dict[str, KnownModel]:
@@ -80,7 +118,7 @@ def catalogue() -> dict[str, KnownModel]:
 def _model(alias: str, entry: dict[str, Any]) -> KnownModel:
     """TypeError for a field too many or too few."""
     optional: dict[str, Any] = {"bytes": {}, "context": None, "window": None}
-    made = KnownModel(alias=alias, **(optional | entry | {"geometry": Geometry(**entry["geometry"])}))
+    made = KnownModel(alias=alias, **(optional | entry | {"geometry": KnownGeometry(**entry["geometry"])}))
     if made.verified not in VERIFIED or (made.window and made.window not in WINDOWS) or not made.quants or set(made.bytes) - set(made.quants):
         raise ValueError(f"[{alias}] holds a value that is not in the list at the top of the file")
     return made

@@ -58,7 +58,7 @@ class Value:
     section: str  # "" = the top
 
     def converted(self, option: click.Option, place: str) -> Any:
-        """As a default for click: text that the option parses, or a flag. OptionError, which names the place, for a kind of value that it cannot be."""
+        """As a default for click: text that the option parses, or a flag. OptionError, naming the place, for a kind of value that it cannot be."""
         if isinstance(self.given, list) and not any(isinstance(item, list | dict) for item in self.given):
             return ",".join(str(item) for item in self.given)
         if isinstance(self.given, bool):
