@@ -35,7 +35,7 @@ LAYERS = (
     ("session",),
     ("model",),
     ("chat", "bench_baseline", "bench_measure", "bench_needle", "verify_kernels", "verify_logits"),
-    ("bench_table", "bench_profile"),
+    ("bench_table", "bench_profile", "bench_start"),
     ("bench_options",),
     ("bench", "bench_plot", "verify"),
     ("verify_report", "verify_types"),

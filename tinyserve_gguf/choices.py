@@ -2,3 +2,4 @@
 
 POLICIES = ("lfru", "lru", "slru", "lfu", "fifo")  # enum tsg_policy
 ENGINES = ("auto", "host", "device")  # enum tsg_engine_kind
+WARM_STARTS = ("off", "on", "both")  # of bench

@@ -59,11 +59,7 @@ class Estimate:
         """The verdict, the better setting if there is one, and what was assumed."""
         if not self.fits:
             return [self.line()]
-        better = (
-            [f"with --miss cpu: ~{_rounded(self.decode_cpu)} tok/s decode, as the CPU is faster than the link"]
-            if self.decode_cpu > 1.1 * self.decode
-            else []
-        )
+        better = [f"with --miss cpu: ~{_rounded(self.decode_cpu)} tok/s decode, as the CPU is faster than the link"] if self.decode_cpu > 1.1 * self.decode else []
         return [self.line(), *better, f"assumed: {'; '.join(self.assumptions)}"]
 
     def as_dict(self) -> dict[str, object]:
@@ -125,12 +121,7 @@ def _host_problem(plan: Plan, machine: Machine) -> str:
     """Why the host's memory does not hold the rest; empty if it does."""
     if not machine.has_gpu:
         return ""  # the plan has counted it
-    parts = [
-        (plan.host.paged, "experts"),
-        (plan.needs.host_weights, "embedding tables"),
-        (plan.needs.host_compute, "buffers"),
-        (OTHER_RAM, "everything else"),
-    ]
+    parts = [(plan.host.paged, "experts"), (plan.needs.host_weights, "embedding tables"), (plan.needs.host_compute, "buffers"), (OTHER_RAM, "everything else")]
     total = sum(n for n, _ in parts)
     if total <= machine.ram:
         return ""

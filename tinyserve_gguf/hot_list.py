@@ -34,6 +34,11 @@ class HotList:
         found = [(layer, expert) for layer, uses in self.uses.items() for expert in range(len(uses))]
         return sorted(found, key=lambda one: -self.uses[one[0]][one[1]])
 
+    def since(self, before: HotList) -> HotList:
+        """What came after `before`, if neither aged."""
+        uses = {layer: tuple(a - b for a, b in zip(now, before.uses[layer], strict=True)) for layer, now in self.uses.items()}
+        return HotList(self.graphs - before.graphs, uses)
+
     def followed_by(self, later: HotList) -> HotList:
         """Both together, this one aged by the graphs of the later one."""
         kept = 0.5 ** (later.graphs / HALF_LIFE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from tinyserve_gguf.errors import ModelFileError, OptionError
 from tinyserve_gguf.user_files import cache_base
 
 INSTALL = "pip install 'tinyserve-gguf[hub]'"
+TRIES = 5  # at a file whose connection breaks
+PAUSE = 2.0  # seconds between them
 DEFAULT_QUANT = "Q4_K_M"  # llama.cpp's, where none is named
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _QUANT = re.compile(r"[\w.-]+")
@@ -70,7 +73,7 @@ def _fits(name: str, wanted: Wanted) -> bool:
     if wanted.pattern is not None:
         return fnmatchcase(name.lower(), wanted.pattern.lower())
     quant = re.escape(wanted.quant or DEFAULT_QUANT)
-    return re.search(rf"(^|[-._/]){quant}[-._]", name, re.IGNORECASE) is not None
+    return re.search(rf"(^|[-._/]){quant}[-./]", name, re.IGNORECASE) is not None
 
 
 # ---- caches ---------------------------------------------------------------------------------------------------------------------------------
@@ -120,7 +123,7 @@ class Hub:
         (its first shard). ModelFileError, with the command that does it elsewhere, if the hub cannot be had or has no such file."""
         if not is_installed():
             raise ModelFileError(f"{wanted.repository} is in no cache, and to download it needs {INSTALL}; or by hand: {wanted.command}")
-        from huggingface_hub import HfApi, hf_hub_download
+        from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
         try:
@@ -129,7 +132,7 @@ class Hub:
             if not chosen:
                 raise ModelFileError(f"{wanted.repository} has no whole model {wanted.quant or wanted.pattern or ''}: {_offer(names)}")
             say(f"downloading {wanted.repository}: {', '.join(chosen)}")
-            paths = [hf_hub_download(wanted.repository, name, endpoint=self._endpoint, cache_dir=self._cache) for name in chosen]
+            paths = [self._fetch(wanted.repository, name, say, TRIES) for name in chosen]
         except RepositoryNotFoundError:
             raise ModelFileError(f"the hub has no public repository {wanted.repository}: check the name, or log in with: hf auth login") from None
         except (LocalEntryNotFoundError, HfHubHTTPError, HTTPError, OSError) as error:
@@ -139,6 +142,20 @@ class Hub:
                 f"where there is a network: {wanted.command}; the same command here goes on with a download that broke off"
             ) from None
         return Path(paths[0])
+
+    def _fetch(self, repository: str, name: str, say: Callable[[str], None], tries: int) -> str:
+        """One file. What came before a connection broke is kept, so trying again goes on from there."""
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+        try:
+            return hf_hub_download(repository, name, endpoint=self._endpoint, cache_dir=self._cache)
+        except HTTPError as error:
+            if isinstance(error, HfHubHTTPError) or tries == 1:  # the former: the hub has answered
+                raise
+            say(f"the connection broke ({error}): going on in {PAUSE:g} s")
+        time.sleep(PAUSE)
+        return self._fetch(repository, name, say, tries - 1)
 
 
 def is_installed() -> bool:

@@ -246,6 +246,13 @@ class Model:
         return self._experts
 
     @property
+    def warm(self) -> WarmStart:
+        """What decode used so far, and filling free slots with what it used elsewhere. OptionError on a dense model."""
+        if self._warm is None:
+            raise OptionError(f"{self.facts.name} is dense or closed: it has no experts")
+        return self._warm
+
+    @property
     def engine(self) -> str:
         """Which expert engine runs, and why, for people."""
         return self._pager.engine if self._pager else "llama.cpp alone"

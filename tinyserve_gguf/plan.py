@@ -184,13 +184,7 @@ class Plan:
             "compute": self.needs.compute,
             "is_exact": self.needs.is_exact,
             "pools": [
-                {
-                    "n_slots": pool.n_slots,
-                    "n_experts": pool.group.n_experts,
-                    "slots": pool.slot_bytes,
-                    "spare": pool.spare_bytes,
-                    "stages": pool.stage_bytes,
-                }
+                {"n_slots": pool.n_slots, "n_experts": pool.group.n_experts, "slots": pool.slot_bytes, "spare": pool.spare_bytes, "stages": pool.stage_bytes}
                 for pool in self.pools
             ],
             "total": self.total_bytes,

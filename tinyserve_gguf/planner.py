@@ -156,9 +156,7 @@ def _fit(case: _Case, room: int) -> tuple[PoolPlan, ...] | None:
     least = case.pools(minimum)
     if _bytes(least) > room:
         return None
-    fixed = sum(
-        case.n_stages * (stage_bytes(group) + weight_bytes_per_expert(group)) + case.n_spare * group.bytes_per_expert for group in case.facts.groups
-    )
+    fixed = sum(case.n_stages * (stage_bytes(group) + weight_bytes_per_expert(group)) + case.n_spare * group.bytes_per_expert for group in case.facts.groups)
     share = max(0.0, (room - fixed) / sum(group.n_experts * group.bytes_per_expert for group in case.facts.groups))
     pools = case.pools(lambda group: int(share * group.n_experts))
     while _bytes(pools) > room:  # the minimum of a small group may have pushed the sum over: take it from the largest pool
@@ -207,9 +205,7 @@ def _refusal(case: _Case, experts: int, what: str, reserve: int) -> str:
     if what.startswith("--expert-cache") and (found := _fit(case, free - reserve - case.needs.device)):
         share = sum(pool.n_slots for pool in found) / sum(pool.group.n_experts for pool in found)
         ways.insert(0, f"--expert-cache {max(1, int(100 * share))}%" if share >= 0.01 else f"--expert-cache {sum(pool.n_slots for pool in found)}")
-    return f"{head}; " + (
-        f"what fits: {', or '.join(ways)}" if ways else "no smaller setting fits either: free device memory, or take a smaller quantisation"
-    )
+    return f"{head}; " + (f"what fits: {', or '.join(ways)}" if ways else "no smaller setting fits either: free device memory, or take a smaller quantisation")
 
 
 def _smaller(case: _Case, fits: Callable[[Needs], bool]) -> list[str]:
@@ -246,6 +242,4 @@ def _longest(case: _Case, setting: Setting, fits: Callable[[Needs], bool]) -> in
 def _takes_q8_0(case: _Case) -> bool:
     attention = case.facts.attention
     lengths = (*attention.key_lengths, *attention.value_lengths)
-    return (
-        attention.is_cached and case.setting.kv.k in ("f16", "bf16", "f32") and attention.architecture != "grok" and not any(n % 32 for n in lengths)
-    )
+    return attention.is_cached and case.setting.kv.k in ("f16", "bf16", "f32") and attention.architecture != "grok" and not any(n % 32 for n in lengths)
