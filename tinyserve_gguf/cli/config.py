@@ -37,15 +37,11 @@ def config(context: click.Context, action: str, command_name: str | None, model:
     if as_json:
         click.echo(json.dumps({"file": str(settings.path) if settings.path else None, "values": rows}, indent=2, ensure_ascii=False))
         return
-    from rich.console import Console
-    from rich.table import Table
-
     click.echo(where)
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for row in rows:
-        table.add_row(row["option"], "" if row["value"] is None else str(row["value"]), row["from"])
-    if rows:
-        Console(highlight=False, markup=False, emoji=False, soft_wrap=True).print(table)
+    cells = [(row["option"], "" if row["value"] is None else str(row["value"]), row["from"]) for row in rows]
+    widths = [max((len(cell[i]) for cell in cells), default=0) for i in range(2)]
+    for option, value, place in cells:
+        click.echo(f"{option:{widths[0]}}  {value:{widths[1]}}  {place}")
 
 
 def _of_file(settings: Settings) -> list[dict[str, Any]]:

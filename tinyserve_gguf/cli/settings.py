@@ -62,9 +62,11 @@ class Value:
         if isinstance(self.given, list) and not any(isinstance(item, list | dict) for item in self.given):
             return ",".join(str(item) for item in self.given)
         if isinstance(self.given, bool):
-            if option.is_flag:
+            if option.is_flag and option.is_bool_flag:
                 return self.given
-            if self.given and option._flag_needs_value:
+            if self.given and (
+                option.is_flag or option._flag_needs_value
+            ):  # one of several, such as --json and --csv; or a value that may be left out
                 return option.flag_value
         elif isinstance(self.given, str | int | float) and not option.is_flag:
             return str(self.given)
