@@ -240,23 +240,18 @@ enum tsg_status tsg_expert_evict(struct tsg_pager * pager, int32_t layer, int32_
     return leave(pager, TSG_OK);
 }
 
-enum tsg_status tsg_expert_warm(struct tsg_pager * pager, int32_t layer, int32_t expert, double uses_per_graph, bool load, bool * loaded) {
-    struct tsg_layer * l;
-    if (!(uses_per_graph >= 0 && uses_per_graph <= 1)) {
-        return tsg_fail(TSG_E_ARGUMENT, "an expert is used 0 to 1 times a graph, not %g", uses_per_graph);
-    }
+enum tsg_status tsg_expert_preload(struct tsg_pager * pager, int32_t layer, int32_t expert, bool * loaded) {
+    struct tsg_layer *    l;
     const enum tsg_status entered = enter(pager, pager->ready, layer, expert, 0, &l);
     if (entered != TSG_OK) {
         return entered;
     }
     struct tsg_pool * pool = &pager->pools[l->pool];
-    struct tsg_load   slot = { .slot = -1 };
-    // what the decayed count comes to after a long time: a use a graph, halved every TSG_HALF_LIFE graphs, adds up to TSG_HALF_LIFE / ln 2
-    const uint32_t freq = (uint32_t) (uses_per_graph * TSG_HALF_LIFE / 0.6931 * TSG_FREQ_ONE);
-    *loaded             = !pool->resident && tsg_slots_warm(&pool->slots, l->first + expert, freq, load, &slot);
+    struct tsg_load   load;
+    *loaded = tsg_slots_preload(&pool->slots, l->first + expert, &load);
     if (*loaded) {
         tsg_engine_wait(pager);
-        tsg_pool_load_slot(pool, NULL, l, expert, slot.slot);
+        tsg_pool_load_slot(pool, NULL, l, expert, load.slot);
     }
     return leave(pager, TSG_OK);
 }

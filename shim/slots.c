@@ -263,11 +263,8 @@ bool tsg_slots_load(struct tsg_slots * slots, int32_t expert, struct tsg_load * 
     return true;
 }
 
-bool tsg_slots_warm(struct tsg_slots * slots, int32_t expert, uint32_t freq, bool wanted, struct tsg_load * out) {
-    *out = (struct tsg_load) { .expert = expert, .slot = -1 };
-    slots->use[expert].freq    = freq;
-    slots->use[expert].freq_at = slots->clock;
-    if (!wanted || slots->slot_of[expert] >= 0 || slots->n_used == slots->n_slots) {
+bool tsg_slots_preload(struct tsg_slots * slots, int32_t expert, struct tsg_load * out) {
+    if (slots->slot_of[expert] >= 0 || slots->n_used == slots->n_slots) {
         return false;
     }
     int32_t slot = slots->n_slots - 1;
@@ -276,7 +273,7 @@ bool tsg_slots_warm(struct tsg_slots * slots, int32_t expert, uint32_t freq, boo
     }
     struct tsg_counts none = { 0 };  // nobody leaves
     load(slots, expert, slot, &none);
-    out->slot = slot;
+    *out = (struct tsg_load) { .expert = expert, .slot = slot };
     return true;
 }
 

@@ -57,9 +57,10 @@ bool tsg_slots_pin(struct tsg_slots * slots, int32_t expert, int32_t keep_free);
 void tsg_slots_unpin(struct tsg_slots * slots, int32_t expert);
 bool tsg_slots_evict(struct tsg_slots * slots, int32_t expert);
 
-// What decode wanted before this pool was made: the expert counts as used so often (`freq` as in tsg_use) and, if it shall be loaded, gets a slot that is
-// free. From the last slot down, so that among equals those that came first stay longest. False: not loaded, it has a slot or none is free.
-bool tsg_slots_warm(struct tsg_slots * slots, int32_t expert, uint32_t freq, bool load, struct tsg_load * out);
+// Before anything is used: the expert gets a free slot, from the last one down, so that of those that nothing else tells apart the first ones stay longest.
+// It counts as never used: seeding the policies with its popularity of earlier runs cost 1 to 6 points of the hit rate over the first 64 tokens of routing
+// drawn at random on another topic. False, changing nothing: it has a slot, or none is free.
+bool tsg_slots_preload(struct tsg_slots * slots, int32_t expert, struct tsg_load * out);
 
 void tsg_slots_set_policy(struct tsg_slots * slots, enum tsg_policy policy);
 

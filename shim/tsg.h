@@ -215,7 +215,7 @@ enum tsg_status tsg_expert_read_slot(struct tsg_pager * pager, int32_t layer, in
 enum tsg_status tsg_expert_pin(struct tsg_pager * pager, int32_t layer, int32_t expert, bool pin);  // pin loads it first
 enum tsg_status tsg_expert_prefetch(struct tsg_pager * pager, int32_t layer, int32_t expert);
 enum tsg_status tsg_expert_evict(struct tsg_pager * pager, int32_t layer, int32_t expert);
-// What decode wanted in earlier runs: so many uses a graph. To `load` it takes a slot that is free, and *loaded says whether there was one.
-enum tsg_status tsg_expert_warm(struct tsg_pager * pager, int32_t layer, int32_t expert, double uses_per_graph, bool load, bool * loaded);
+// The same into a slot that is free, if there is one: nobody leaves, nothing is counted. *loaded says whether there was.
+enum tsg_status tsg_expert_preload(struct tsg_pager * pager, int32_t layer, int32_t expert, bool * loaded);
 // END
 #pragma GCC visibility pop

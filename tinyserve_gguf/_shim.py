@@ -405,10 +405,10 @@ class Pager:
     def prefetch(self, layer: int, expert: int) -> None:
         _check(_lib.tsg_expert_prefetch(self._pager, layer, expert))
 
-    def warm(self, layer: int, expert: int, rate: float, load: bool) -> bool:
-        """Let the policies take the expert for one with `rate` uses per graph, and `load` it into a free slot. False if it was not loaded."""
+    def preload(self, layer: int, expert: int) -> bool:
+        """Load it into a free slot. False if it has a slot, or none is free."""
         loaded = _ffi.new("bool *")
-        _check(_lib.tsg_expert_warm(self._pager, layer, expert, rate, load, loaded))
+        _check(_lib.tsg_expert_preload(self._pager, layer, expert, loaded))
         return bool(loaded[0])
 
     def evict(self, layer: int, expert: int) -> None:

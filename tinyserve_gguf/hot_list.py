@@ -25,10 +25,6 @@ class HotList:
     graphs: float
     uses: dict[Layer, tuple[float, ...]]
 
-    def rate(self, layer: Layer, expert: int) -> float:
-        """Uses per graph, 0..1."""
-        return min(1.0, self.uses[layer][expert] / self.graphs) if self.graphs else 0.0
-
     def ranked(self) -> list[tuple[Layer, int]]:
         """All experts, the most used ones first; equal ones in the order of the model."""
         found = [(layer, expert) for layer, uses in self.uses.items() for expert in range(len(uses))]

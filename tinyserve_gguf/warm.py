@@ -15,7 +15,6 @@ from tinyserve_gguf.plan import size
 log = logging.getLogger("tinyserve_gguf.warm")
 
 MAX_SECONDS = 2.0  # of filling: a slow link or disk must not make a load feel slower. The most used experts come first
-MIN_GRAPHS = 8  # decoded ones that are worth keeping
 
 
 class WarmStart:
@@ -29,16 +28,16 @@ class WarmStart:
         self.text = "warm start: off"
 
     def fill(self, hot: HotList, progress: Callable[[float], bool] | None = None) -> None:
-        """Fill free slots. Every expert also gets the popularity that the policies score, so that those that are kept do not lose their slot to the
-        first newcomer. EngineError if `progress` stopped it."""
+        """Fill free slots, the most used experts first. EngineError if `progress` stopped it."""
         slots = self._pager.stats()
         start, n_loaded, n_bytes, cut = time.perf_counter(), 0, 0, False
         for layer, expert in hot.ranked():
             index, facts = self._layers[layer]
-            rate = hot.rate(layer, expert)
-            if self._pager.warm(index, expert, rate, rate > 0 and not cut):
+            cut = n_loaded > 0 and time.perf_counter() - start > MAX_SECONDS
+            if cut or hot.uses[layer][expert] == 0:
+                break
+            if self._pager.preload(index, expert):
                 n_loaded, n_bytes = n_loaded + 1, n_bytes + facts.bytes_per_expert
-                cut = time.perf_counter() - start > MAX_SECONDS
                 if progress and not progress(n_loaded / slots.slots_total):
                     raise EngineError("loading was stopped")
         seconds = time.perf_counter() - start
@@ -75,7 +74,7 @@ class WarmStart:
     def keep(self) -> None:
         """Add what was counted to the list of this model file. Where everything is resident nobody looks experts up: then there is nothing to add."""
         found = self.counted()
-        if found.graphs < MIN_GRAPHS or self._pager.stats().all_resident:
+        if found.graphs == 0 or self._pager.stats().all_resident:
             return
         earlier, _ = read_list(self._facts)
         if trouble := write_list(self._facts, earlier.followed_by(found) if earlier else found):
