@@ -76,6 +76,14 @@ void tsg_host_free(struct tsg_pager * pager) {
     tsg_files_close(&pager->host);
 }
 
+enum tsg_status tsg_pager_set_host_limit(struct tsg_pager * pager, uint64_t bytes) {
+    if (pager->host.rung != TSG_HOST_NONE) {
+        return tsg_fail(TSG_E_STATE, "the host pool is open: limit it before the pager is ready");
+    }
+    pager->host.limit = bytes;
+    return TSG_OK;
+}
+
 // ---- progress ----
 
 struct report {
@@ -229,7 +237,8 @@ static void open_ring(struct tsg_pager * pager) {
 static void climb(struct tsg_pager * pager, struct report * r, uint64_t bytes) {
     struct tsg_host * host = &pager->host;
     char              size[32], room[32], piece[32];
-    const uint64_t    available = host->ops && bytes ? host->ops->available(pager) : 0;
+    uint64_t          available = host->ops && bytes ? host->ops->available(pager) : 0;
+    available                   = host->limit && host->limit < available ? host->limit : available;
     size_text(size, sizeof(size), bytes);
     if (!host->ops || !bytes) {
         host->rung = TSG_HOST_MAPPED;

@@ -21,6 +21,7 @@
 //   edges.c    small liberties in the captured graph
 //   stream.c   overlapped prefill
 //   profile.c  where the time goes
+//   measure.c  what this machine can do, without a model
 //   cuda.c     the CUDA driver, found at run time
 //   pool.c     device memory of the slots and copies into it
 //   slots.c    which expert lies in which slot; policy.h says which one leaves

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent / "c"
-BINARIES = ("test_slots", "test_traces", "test_engine", "test_coexec", "test_counters", "test_pager", "test_experts", "test_host")
+BINARIES = ("test_slots", "test_traces", "test_engine", "test_coexec", "test_counters", "test_pager", "test_experts", "test_host", "test_measure")
 
 
 def _run(*command: str | Path) -> None:

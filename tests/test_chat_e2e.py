@@ -49,11 +49,11 @@ def test_same_text_with_every_policy(demo_model: Path, tmp_path: Path, policy: s
 def test_status_and_stats(demo_model: Path, tmp_path: Path) -> None:
     out, err = ask(demo_model, tmp_path, "-p", "-", "--expert-cache", "25%", "--stats-json", "s.json", "-b", "8", stdin=QUESTION + "\n")
     assert out == ANSWER + "\n"
-    plan, cache, engine, host, misses, status = err.splitlines()
+    plan, cache, memory, engine, misses, status = err.splitlines()
     assert plan == "SmolLM2 135M Instruct as 8 experts: llama, 30 MoE layers of 8 experts, top-2, on CPU"
     assert cache.startswith("expert cache: 60 of 240 experts resident (25%), ")
-    assert engine.startswith("engine: host-driven: ")
-    assert host.startswith("host pool: mapped: ")
+    assert re.match(r"memory of CPU: [\d.]+ MiB = [\d.]+ MiB weights \+ [\d.]+ MiB KV cache \(-c 2048\) \+ ", memory)
+    assert engine.startswith("engine: host-driven: ") and "; host pool: mapped: " in engine
     assert misses == "misses: fetched"
     number = r"[\d.]+"
     assert re.fullmatch(rf"prefill 16 tok at {number} tok/s \| decode 7 tok at {number} tok/s \| hit rate {number}% \| {number} MB/tok", status), (

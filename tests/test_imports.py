@@ -18,18 +18,21 @@ MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(
 
 # A module may import those of its own line and of the lines above it. `cli` stands for everything in that folder.
 LAYERS = (
-    ("errors", "choices", "progress", "user_files", "toml_files", "text"),
+    ("errors", "choices", "progress", "user_files", "toml_files", "text", "host"),
     ("sampling", "window", "attention"),
     ("kv",),
     ("_llama", "_ggufio", "demo", "outfile"),
     ("facts", "channels", "sequence", "_ops", "_matmul", "_types"),
     ("needs", "geometry", "micro", "check", "hot_list", "hub"),
     ("plan", "catalog"),
-    ("planner", "machine", "resolve"),
+    ("planner", "machine", "cuda_driver", "doctor_checks", "resolve"),
     ("estimate",),
     ("_shim",),
+    ("dryrun", "_measure"),
     ("experts", "miss", "miss_auto", "stats", "context", "warm"),
     ("placement",),
+    ("doctor_rates",),
+    ("doctor",),
     ("miss_memory",),
     ("miss_tuning",),
     ("session",),
@@ -44,9 +47,9 @@ LAYERS = (
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 CLI_LAYERS = (
-    ("interrupt", "lines", "options", "output", "settings", "versions"),
+    ("interrupt", "lines", "options", "outlook", "output", "settings", "versions"),
     ("repl", "report", "model_argument"),
-    ("bench", "chat", "completion", "config", "demo", "info", "models", "verify"),
+    ("bench", "chat", "completion", "config", "demo", "doctor", "info", "models", "verify"),
     ("__init__",),
 )
 CLI_RANK = {name: rank for rank, names in enumerate(CLI_LAYERS) for name in names}

@@ -26,6 +26,7 @@ from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, Op
 from tinyserve_gguf.sampling import Sampling
 
 log = logging.getLogger("tinyserve_gguf.llama")
+API: Any = C  # of llama.cpp, for `dryrun`
 
 ALL_LAYERS = 0x7FFFFFFF  # n_gpu_layers that means every layer
 FLASH_ATTENTION = {"auto": C.LLAMA_FLASH_ATTN_TYPE_AUTO, "off": C.LLAMA_FLASH_ATTN_TYPE_DISABLED, "on": C.LLAMA_FLASH_ATTN_TYPE_ENABLED}
@@ -66,13 +67,14 @@ class _Log:
 
     def _on_line(self, level: int, text: bytes, _user: object) -> None:
         self._level = _LOG_LEVELS.get(level, self._level)
-        if (listener := listeners.get(threading.get_ident())) is not None:
-            listener.append(text.decode("utf-8", "replace"))
         self._partial += text.decode("utf-8", "replace")
         *lines, self._partial = self._partial.split("\n")
         for line in lines:
             self.recent.append((self._level, line))
-            log.log(self._level, "%s", line)
+            if (heard := listeners.get(threading.get_ident())) is None:
+                log.log(self._level, "%s", line)
+            else:
+                heard.append(line)
 
     def cause(self) -> str:
         """The first line logged as an error, else the last line, without llama.cpp's function name. llama.cpp logs the reason first and what it
@@ -82,7 +84,7 @@ class _Log:
         return reason.split(": ", 1)[-1].strip()
 
 
-listeners: dict[int, list[str]] = {}  # by thread: what llama.cpp logs on it goes there too, in pieces
+listeners: dict[int, list[str]] = {}  # by thread: what llama.cpp logs on it goes there instead
 _log = _Log()
 _started = False
 
@@ -159,6 +161,10 @@ class Offload:
     buffer_type: int = 0  # ggml_backend_buffer_type_t
 
 
+Progress = Callable[[float], bool] | None  # hears 0..1, returns False to stop
+Adjust = Callable[[Any], object] | None
+
+
 class _Override(ctypes.Structure):
     _fields_ = [("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p)]
 
@@ -167,14 +173,7 @@ class NativeModel:
     """A llama_model. `offload=None` keeps everything on the CPU; `extra_bufts=False` stops llama.cpp from repacking weights for the CPU."""
 
     def __init__(
-        self,
-        path: str,
-        offload: Offload | None,
-        *,
-        extra_bufts: bool = True,
-        mmap: bool = True,
-        progress: Callable[[float], bool] | None = None,
-        adjust: Callable[[Any], object] | None = None,
+        self, path: str, offload: Offload | None, *, extra_bufts: bool = True, mmap: bool = True, progress: Progress = None, adjust: Adjust = None
     ) -> None:
         """`adjust` gets the llama_model_params last; what it returns lives until the model is loaded."""
         with explained() as cause:

@@ -25,8 +25,8 @@ from tinyserve_gguf.facts import read_facts
 from tinyserve_gguf.hot_list import HotList
 from tinyserve_gguf.miss import MissOptions
 from tinyserve_gguf.model import Model, load
-from tinyserve_gguf.placement import default_threads, pick_device, plan_for
 from tinyserve_gguf.needs import Setting, compute_bytes
+from tinyserve_gguf.placement import default_threads, pick_device, plan_for
 from tinyserve_gguf.plan import GIB, DeviceFacts
 from tinyserve_gguf.planner import pick_ubatch
 from tinyserve_gguf.sequence import TokenSequence

@@ -5,10 +5,9 @@ llama.cpp has no C function that says so, but it logs every buffer: "CUDA0 compu
 
 from __future__ import annotations
 
-import ctypes
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -41,12 +40,12 @@ def buffers(lines: list[str]) -> list[Buffer]:
 
 
 @contextmanager
-def listening() -> Iterator[Callable[[], list[str]]]:
-    """Gives a function that names the lines that llama.cpp logged on this thread since the block began."""
+def listening() -> Iterator[list[str]]:
+    """Gives a list that fills with the lines that llama.cpp logs on this thread, instead of the log."""
     _llama.start()
-    pieces = _llama.listeners[threading.get_ident()] = []
+    lines = _llama.listeners[threading.get_ident()] = []
     try:
-        yield lambda: "".join(pieces).split("\n")
+        yield lines
     finally:
         del _llama.listeners[threading.get_ident()]
 
@@ -54,13 +53,13 @@ def listening() -> Iterator[Callable[[], list[str]]]:
 def _allocate_nothing(params: Any, facts: ModelFacts) -> object:
     """Also leaves the vocabulary out, which is most of the time that it would take: a second with 200,000 tokens."""
     vocabulary = next((tensor.ne(1) for tensor in facts.tensors if tensor.name == "token_embd.weight"), 0)
-    overrides = (_llama.C.llama_model_kv_override * 3)()  # the last one, without a key, is the end
-    overrides[0].tag, overrides[0].key = _llama.C.LLAMA_KV_OVERRIDE_TYPE_STR, b"tokenizer.ggml.model"
+    overrides = (_llama.API.llama_model_kv_override * 3)()  # the last one, without a key, is the end
+    overrides[0].tag, overrides[0].key = _llama.API.LLAMA_KV_OVERRIDE_TYPE_STR, b"tokenizer.ggml.model"
     overrides[0].value.val_str = b"none"
-    overrides[1].tag, overrides[1].key = _llama.C.LLAMA_KV_OVERRIDE_TYPE_INT, f"{facts.architecture}.vocab_size".encode()
+    overrides[1].tag, overrides[1].key = _llama.API.LLAMA_KV_OVERRIDE_TYPE_INT, f"{facts.architecture}.vocab_size".encode()
     overrides[1].value.val_i64 = vocabulary
     params.kv_overrides = overrides
-    params.no_alloc, params.load_mode = True, _llama.C.LLAMA_LOAD_MODE_NONE
+    params.no_alloc, params.load_mode = True, _llama.API.LLAMA_LOAD_MODE_NONE
     return overrides
 
 
@@ -79,7 +78,8 @@ class DryRun:
                 self._pager = Pager(device, "lfru")  # without pools: its device and buffer type are what the graph is built for
                 self._pager.commit()
                 offload = self._pager.offload(EXPERT_PATTERN)
-            self._model = NativeModel(str(facts.path), offload, adjust=lambda params: _allocate_nothing(params, facts))
+            with listening():
+                self._model = NativeModel(str(facts.path), offload, adjust=lambda params: _allocate_nothing(params, facts))
             self._model.require_generative(facts.path, facts.architecture)
         except BaseException:
             self.close()
@@ -102,9 +102,8 @@ class DryRun:
             type_k=setting.kv.keys.type_id,
             type_v=setting.kv.values.type_id,
         )
-        with listening() as lines:
+        with listening() as heard:
             NativeContext(self._model, options).close()
-            heard = lines()
         found = buffers(heard)
         computes = [buffer for buffer in found if buffer.kind == "compute"]
         on_device = next((buffer for buffer in computes if self._is_ours(buffer)), None)

@@ -1,7 +1,7 @@
 """Would a model run on a machine, and how fast: arithmetic over facts and rates, nothing is loaded. Pure.
 
-Calibrated on the README's measurements on an H200 (gpt-oss-20b and Qwen3-30B-A3B in their real geometry); a test holds it within 25 % of them. What is
-assumed is said in every estimate.
+Calibrated on the README's measurements on an H200 (gpt-oss-20b and Qwen3-30B-A3B in their real geometry); a test holds it within 25 % of them. What
+is assumed is said in every estimate.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ class Estimate:
         """The verdict, the better setting if there is one, and what was assumed."""
         if not self.fits:
             return [self.line()]
-        better = [f"with --miss cpu: ~{_rounded(self.decode_cpu)} tok/s decode, as the CPU is faster than the link"] if self.decode_cpu > 1.1 * self.decode else []
+        better = (
+            [f"with --miss cpu: ~{_rounded(self.decode_cpu)} tok/s decode, as the CPU is faster than the link"]
+            if self.decode_cpu > 1.1 * self.decode
+            else []
+        )
         return [self.line(), *better, f"assumed: {'; '.join(self.assumptions)}"]
 
     def as_dict(self) -> dict[str, object]:
@@ -85,7 +89,7 @@ def hit_exponent(n_expert: int, n_used: int) -> float:
 
 def expected_hit_rate(share: float, n_expert: int, n_used: int) -> float:
     """Of decode, when the cache holds this share of the experts, 0..1. How unequal routing is depends on model and text."""
-    return 1 - (1 - min(1.0, max(0.0, share))) ** hit_exponent(n_expert, n_used)
+    return 1 - math.pow(1 - min(1.0, max(0.0, share)), hit_exponent(n_expert, n_used))
 
 
 def estimate(
@@ -100,8 +104,8 @@ def estimate(
     hit_rate: float | None = None,
     needs: Callable[[Setting], Needs] | None = None,
 ) -> Estimate:
-    """Plan for `machine` and say how fast that would be. `hit_rate`: a measured one, in place of what the share lets expect. `facts` may be those of a
-    `Geometry`. OptionError for an expert cache that means nothing; what does not fit is an Estimate that says so."""
+    """Plan for `machine` and say how fast that would be. `hit_rate`: a measured one, in place of what the share lets expect. `facts` may be those of
+    a `Geometry`. OptionError for an expert cache that means nothing; what does not fit is an Estimate that says so."""
     ask = needs or (lambda setting: estimated_needs(facts, setting))
     n_ctx = min(n_ctx or facts.context_length, facts.context_length or n_ctx)
     free = machine.vram if machine.has_gpu else machine.ram
@@ -121,7 +125,12 @@ def _host_problem(plan: Plan, machine: Machine) -> str:
     """Why the host's memory does not hold the rest; empty if it does."""
     if not machine.has_gpu:
         return ""  # the plan has counted it
-    parts = [(plan.host.paged, "experts"), (plan.needs.host_weights, "embedding tables"), (plan.needs.host_compute, "buffers"), (OTHER_RAM, "everything else")]
+    parts = [
+        (plan.host.paged, "experts"),
+        (plan.needs.host_weights, "embedding tables"),
+        (plan.needs.host_compute, "buffers"),
+        (OTHER_RAM, "everything else"),
+    ]
     total = sum(n for n, _ in parts)
     if total <= machine.ram:
         return ""

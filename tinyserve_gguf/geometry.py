@@ -67,10 +67,16 @@ class Geometry:
         )
 
     def _layer(self, block: int) -> ExpertLayer:
-        shape = {"gate": (self.embedding_length, self.expert_ff), "up": (self.embedding_length, self.expert_ff), "down": (self.expert_ff, self.embedding_length)}
+        shape = {
+            "gate": (self.embedding_length, self.expert_ff),
+            "up": (self.embedding_length, self.expert_ff),
+            "down": (self.expert_ff, self.embedding_length),
+        }
         roles = ("gate", "up", "down")[3 - self.n_parts :]
         parts = [_tensor(f"blk.{block}.ffn_{role}_exps.weight", (*shape[role], self.n_expert), self.expert_bits) for role in roles]
-        return ExpertLayer(block, "exps", self.n_expert, self.n_used, tuple(PartFacts(role, part, None, None) for role, part in zip(roles, parts, strict=True)))
+        return ExpertLayer(
+            block, "exps", self.n_expert, self.n_used, tuple(PartFacts(role, part, None, None) for role, part in zip(roles, parts, strict=True))
+        )
 
 
 def _tensor(name: str, shape: tuple[int, ...], bits: float) -> TensorFacts:

@@ -149,7 +149,7 @@ class Hub:
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
         try:
-            return hf_hub_download(repository, name, endpoint=self._endpoint, cache_dir=self._cache)
+            return str(hf_hub_download(repository, name, endpoint=self._endpoint, cache_dir=self._cache))
         except HTTPError as error:
             if isinstance(error, HfHubHTTPError) or tries == 1:  # the former: the hub has answered
                 raise

@@ -63,7 +63,7 @@ def rates(
     known_as: str = "measured",
     has_gpu: bool = True,
 ) -> Rates:
-    """Given ones first, then `known` ones (as `Rates` has them), then what follows from those, then what is assumed. OptionError for what is no rate."""
+    """Given ones first, then `known` ones (as `Rates` has them), then what follows from those, then what is assumed. OptionError for no rate."""
     found = {name: (value, known_as) for name, value in (known or {}).items() if value > 0}
     for option, name, value in (("--link-gbps", "link", link_gbps), ("--mem-gbps", "memory", mem_gbps), ("--gpu-gbps", "gpu", gpu_gbps)):
         if value is not None and not 0 < value < math.inf:
@@ -78,8 +78,9 @@ def rates(
         found.setdefault(name, (value, "assumed"))
     found.setdefault("cpu", (CPU_SHARE * found["memory"][0], "assumed"))
     found.setdefault("prefill", (PREFILL_PER_BYTE * found["gpu"][0] if has_gpu else CPU_PREFILL_PER_BYTE * found["cpu"][0], "assumed"))
-    names = ("link", "memory", "gpu", "cpu", "prefill")
-    return Rates(*(found[name][0] for name in names), sources={name: found[name][1] for name in names})
+    values = {name: value for name, (value, _) in found.items()}
+    sources = {name: source for name, (_, source) in found.items()}
+    return Rates(values["link"], values["memory"], values["gpu"], values["cpu"], values["prefill"], sources)
 
 
 # ---- what doctor measured -------------------------------------------------------------------------------------------------------------------

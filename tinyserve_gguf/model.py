@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
+from typing import Any
 
 from tinyserve_gguf import _llama, _shim
 from tinyserve_gguf._llama import NativeModel, Offload
 from tinyserve_gguf._shim import Device, Pager, Part
 from tinyserve_gguf.choices import ENGINES, POLICIES
 from tinyserve_gguf.context import ContextPlan, ContextSpec, confirm, plan_context
+from tinyserve_gguf.dryrun import EXPERT_PATTERN
 from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, OptionError
 from tinyserve_gguf.experts import Experts
 from tinyserve_gguf.facts import ExpertLayer, PartFacts, TensorFacts, read_facts
 from tinyserve_gguf.miss import MissOptions
 from tinyserve_gguf.miss_tuning import Tuning
 from tinyserve_gguf.placement import default_threads, plan_for
-from tinyserve_gguf.plan import Plan
+from tinyserve_gguf.plan import Budget, Plan
 from tinyserve_gguf.progress import LoadProgress
 from tinyserve_gguf.sampling import Sampling
 from tinyserve_gguf.session import Session
@@ -25,8 +27,6 @@ from tinyserve_gguf.stats import LayerTime, Stats
 from tinyserve_gguf.text import until, whole_characters
 from tinyserve_gguf.warm import WarmStart
 from tinyserve_gguf.window import WindowCounts
-
-EXPERT_PATTERN = r"\.ffn_(gate|up|down|gate_up)_(ch)?exps\.weight"  # everything else, biases and scales too, stays where llama.cpp puts it
 
 
 def _check_choice(what: str, value: str, choices: Sequence[str]) -> None:
@@ -48,6 +48,9 @@ def load(
     flash_attn: str = "auto",
     n_ubatch: int | None = None,
     n_threads: int | None = None,
+    vram: float | None = None,
+    vram_reserve: float | None = None,
+    ram: float | None = None,
     engine: str = "auto",
     link_gbps: float | None = None,
     miss: str = "fetch",
@@ -72,6 +75,9 @@ def load(
         flash_attn: "auto", "on" or "off".
         n_ubatch: tokens computed at once in prefill; by default 512, on a GPU up to 4,096 as memory allows.
         n_threads: threads of CPU computation; by default one per core.
+        vram: GiB of device memory to plan with, where less than what is free.
+        vram_reserve: GiB of it that stay free; by default a twentieth, at least half a GiB.
+        ram: GiB of host memory that may be page-locked for experts; by default nine tenths of what is available.
         engine: "auto", "host" (the host reads the router's choice once a layer) or "device" (one CUDA graph a token; an error where that cannot be).
         link_gbps: slow the host-to-device link down to so many GB/s, for what-if runs on the device engine.
         miss: what happens to misses of decode: "fetch" them, let the "cpu" compute them where they lie, "split" them so that link and CPU finish
@@ -96,7 +102,8 @@ def load(
     if misses.uses_cpu and engine == "device":
         raise OptionError(f"the device engine fetches every miss: --miss {miss} needs --engine auto or host")
     spec = ContextSpec.of(n_ctx, window, sinks, kv_type, kv_type_v, flash_attn)
-    plan, chosen = plan_for(read_facts(path), expert_cache=expert_cache, device=device, context=spec, n_ubatch=n_ubatch)
+    asked: dict[str, Any] = {"expert_cache": expert_cache, "device": device, "context": spec, "n_ubatch": n_ubatch, "cpu_misses": misses.uses_cpu}
+    plan, chosen = plan_for(read_facts(path), budget=Budget.of(vram, vram_reserve, ram), ask=True, **asked)
     context = plan_context(plan.facts, spec, chosen, n_ubatch=plan.n_ubatch, n_threads=n_threads or default_threads())
     return Model(plan, chosen, policy, spec, context, engine=engine, link_gbps=link_gbps, misses=misses, warm=warm, progress=progress)
 
@@ -154,6 +161,7 @@ class Model:
                     layers[layer.block, layer.family] = self._pager.add_layer(index, layer.n_expert, layer.n_used, parts), layer
             if misses.threads:
                 self._pager.use_cpu(next(device for device in _shim.devices() if device.is_cpu), misses.threads)
+            self._pager.set_host_limit(self.plan.host.limit)
             self._pager.commit()
             offload = self._pager.offload(EXPERT_PATTERN)
         try:
@@ -259,7 +267,7 @@ class Model:
 
     def lines(self) -> list[str]:
         """What was decided and why, for people: the plan, and what could only be known once the model was loaded."""
-        engine = [f"engine: {self.engine}", f"host pool: {self.host_pool}", f"misses: {self.miss}"] if self._pager else []
+        engine = [f"engine: {self.engine}; host pool: {self.host_pool}", f"misses: {self.miss}"] if self._pager else []
         warm = [self._warm.text] if self._warm and self._keeps_warm else []
         return [*self.plan.lines(), *engine, *warm, *self.context.lines]
 

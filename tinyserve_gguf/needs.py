@@ -6,7 +6,7 @@ Weights are exact. KV cache and compute buffers are estimates here, on the safe 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tinyserve_gguf.facts import ModelFacts, TensorFacts
 from tinyserve_gguf.kv import KvOptions
@@ -14,6 +14,7 @@ from tinyserve_gguf.kv import KvOptions
 MIB = 1 << 20
 CELLS = 256  # llama.cpp rounds a context up to this
 STATE_SIZE = 128  # of recurrent blocks, as the larger models have it; the header has it per architecture
+INDEXER_HEAD = 128  # numbers of a head that chooses keys in sparse attention
 MARGIN = 1.1  # on what was found of compute buffers: with gpt-oss and Qwen3 geometries llama.cpp reserves 0.8 to 1.0 of the estimate
 
 
@@ -23,7 +24,7 @@ class Setting:
 
     n_ctx: int  # tokens
     n_ubatch: int  # tokens computed at once in prefill
-    kv: KvOptions = KvOptions()
+    kv: KvOptions = field(default_factory=KvOptions)
     flash: bool = True
 
 
@@ -74,6 +75,7 @@ def kv_bytes_per_token(facts: ModelFacts, kv: KvOptions = KvOptions()) -> int:
     attention = facts.attention
     fused = 2 * attention.n_head_kv / max(1, attention.n_head + 2 * attention.n_head_kv)  # of the rows of attn_qkv
     row = {"attn_k.weight": k, "attn_v.weight": v, "attn_qkv.weight": fused * (k + v) / 2, "attn_kv_a_mqa.weight": k if attention.is_mla else 2 * k}
+    row |= {"attn_kv.weight": k, "indexer.attn_k.weight": k, "indexer.k_proj.weight": k}
     recurrent = {tensor.name.split(".")[1] for tensor in facts.tensors if ".ssm_" in tensor.name}  # blocks, whose attn_qkv feeds a state
     cached = (tensor for tensor in facts.tensors if not (_suffix(tensor) == "attn_qkv.weight" and tensor.name.split(".")[1] in recurrent))
     return math.ceil(sum(row.get(_suffix(tensor), 0) * tensor.ne(1) for tensor in cached))
@@ -119,11 +121,14 @@ def compute_bytes(facts: ModelFacts, setting: Setting) -> int:
     width = max((part.weight.ne(1) for layer in facts.expert_layers for part in layer.parts if part.role != "down"), default=0)
     dense = max(rows.get(f"ffn_{part}.weight", 0) for part in ("up", "gate_up"))
     queries = max(rows.get(f"attn_{name}.weight", 0) for name in ("q", "q_b", "qkv"))
-    live = 2 * embd + max(2 * facts.n_used * (embd + width), 2 * (embd + dense), 4 * queries)
+    heads = attention.n_head * max((2 * k + v for k, v in zip(attention.key_lengths, attention.value_lengths, strict=True)), default=0)
+    live = 2 * embd + max(2 * facts.n_used * (embd + width), 2 * (embd + dense), 4 * queries, heads)
     vocabulary = max((tensor.ne(1) for tensor in facts.tensors if tensor.name == "token_embd.weight"), default=0)
     n_cells = cells(setting.n_ctx)
-    masks = (2 if attention.sliding_window else 1) * 2 * n_cells * n  # F16
+    masks = (2 if attention.sliding_window else 1) * (2 if setting.flash else 4) * n_cells * n  # F16, or F32
     scores = 0 if setting.flash else 4 * n_cells * n * attention.n_head
+    indexed = max(rows.get(f"indexer.{name}.weight", 0) for name in ("attn_q_b", "q_proj"))  # sparse attention scores every key first
+    scores += 4 * n * (indexed + n_cells * (indexed // INDEXER_HEAD))
     return int(MARGIN * (4 * (vocabulary + n * live) + masks + scores))
 
 

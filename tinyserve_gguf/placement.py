@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from tinyserve_gguf import _shim
 from tinyserve_gguf._shim import Device
-from tinyserve_gguf.context import ContextSpec
+from tinyserve_gguf.context import ContextSpec, uses_flash
+from tinyserve_gguf.dryrun import DryRun
 from tinyserve_gguf.errors import ModelFileError, OptionError
 from tinyserve_gguf.facts import ModelFacts
-from tinyserve_gguf.plan import CacheSpec, DeviceFacts, Plan
+from tinyserve_gguf.host import host_memory, lockable
+from tinyserve_gguf.needs import Needs, Setting
+from tinyserve_gguf.plan import GIB, Budget, CacheSpec, DeviceFacts, Plan
 from tinyserve_gguf.planner import make_plan
 
 
@@ -31,16 +35,51 @@ def pick_device(name: str) -> Device:
     raise OptionError(f"there is no device {name!r} here; there is: {', '.join(device.name for device in found)}, or auto")
 
 
+def device_facts(device: Device) -> DeviceFacts:
+    """What is free there now. ggml says of the CPU that all memory is free."""
+    free = min(device.memory_free, host_memory().available) if device.is_cpu else device.memory_free
+    return DeviceFacts(device.name, free, device.is_cpu, ram=lockable())
+
+
 def plan_for(
-    facts: ModelFacts, *, expert_cache: str = "auto", device: str = "auto", context: ContextSpec = ContextSpec(), n_ubatch: int | None = None
+    facts: ModelFacts,
+    *,
+    expert_cache: str = "auto",
+    device: str = "auto",
+    context: ContextSpec = ContextSpec(),
+    n_ubatch: int | None = None,
+    budget: Budget = Budget(),
+    cpu_misses: bool = False,
+    ask: bool = False,
 ) -> tuple[Plan, Device]:
-    """What `load` would decide with these options, and the device it is for. Loads nothing."""
+    """What `load` would decide with these options, and the device it is for. Loads nothing. `ask`: llama.cpp, which reads the header again, what the
+    context takes; else that is estimated."""
     spec = CacheSpec.parse(expert_cache)
     chosen = pick_device(device)
+    if budget.vram is not None and budget.vram > chosen.memory_total:
+        raise OptionError(f"{chosen.name} has {chosen.memory_total / GIB:.2f} GiB in all: give --vram less; info --vram plans for another machine")
     for layer in facts.expert_layers:
         for part in layer.parts:
             w = part.weight
             if not chosen.multiplies(w.type_id, w.ne(0), w.ne(1), layer.n_expert, layer.n_used):
                 raise ModelFileError(f"{facts.path}: {chosen.name} has no kernels for {w.name} of type {w.type}; use --device CPU")
-    facts_of_device = DeviceFacts(chosen.name, chosen.memory_free, chosen.is_cpu)
-    return make_plan(facts, spec, facts_of_device, n_ctx=context.length(facts), n_ubatch=n_ubatch, kv=context.kv), chosen
+    flash = uses_flash(facts, context.kv, chosen)
+
+    def plan(needs: Callable[[Setting], Needs] | None) -> Plan:
+        return make_plan(
+            facts,
+            spec,
+            device_facts(chosen),
+            n_ctx=context.length(facts),
+            n_ubatch=n_ubatch,
+            kv=context.kv,
+            flash=flash,
+            budget=budget,
+            cpu_misses=cpu_misses,
+            needs=needs,
+        )
+
+    if not ask:
+        return plan(None), chosen
+    with DryRun(facts, chosen) as dry:
+        return plan(dry.needs), chosen

@@ -52,8 +52,12 @@ class Budget:
     @staticmethod
     def of(vram: float | None = None, reserve: float | None = None, ram: float | None = None) -> Budget:
         """From GiB. OptionError for what is no size."""
-        for name, value, least in (("--vram", vram, "above 0"), ("--vram-reserve", reserve, "0 or more"), ("--ram", ram, "above 0")):
-            if value is not None and not (0 <= value < math.inf and (value > 0 or least == "0 or more")):
+        for name, value, least in (
+            ("--vram", vram, "above 0"),
+            ("--vram-reserve", reserve, "above 0: kernels and the driver take memory by themselves"),
+            ("--ram", ram, "above 0"),
+        ):
+            if value is not None and not 0 < value < math.inf:
                 raise OptionError(f"{name} is a number of GiB, {least}, not {value:g}")
         return Budget(*(None if value is None else int(value * GIB) for value in (vram, reserve, ram)))
 
@@ -108,6 +112,7 @@ class HostPlan:
     rung: str  # "mapped", "pageable"; "none" if every expert has a slot
     paged: int  # of the file, read through the mapping
     ring: int  # page-locked pieces that pageable experts pass through
+    limit: int = 0  # page-locked at most; 0: what there is
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +156,11 @@ class Plan:
         if not self.facts.is_moe:
             return [f"{self.facts.name}: dense {self.facts.architecture}, nothing to page; llama.cpp runs it as it is on {self.device.name}"]
         n_experts = sum(pool.group.n_experts for pool in self.pools)
-        stage = sum(pool.stage_bytes for pool in self.pools)
+        slots, stage = sum(pool.slot_bytes for pool in self.pools), sum(pool.stage_bytes for pool in self.pools)
         return [
             f"{self.facts.name}: {self.facts.architecture}, {len(self.facts.expert_layers)} MoE layers of {self.facts.n_expert} experts, "
             f"top-{self.facts.n_used}, on {self.device.name}",
-            f"expert cache: {self.n_slots} of {n_experts} experts resident ({self.share:.0%}), {size(sum(pool.slot_bytes for pool in self.pools))} of slots"
+            f"expert cache: {self.n_slots} of {n_experts} experts resident ({self.share:.0%}), {size(slots)} of slots"
             + (f" and {size(stage)} of prefill stage" if stage else "")
             + f"; {self.reason}; prefill in batches of {self.n_ubatch} tokens",
             self.memory_line(),
@@ -184,7 +189,13 @@ class Plan:
             "compute": self.needs.compute,
             "is_exact": self.needs.is_exact,
             "pools": [
-                {"n_slots": pool.n_slots, "n_experts": pool.group.n_experts, "slots": pool.slot_bytes, "spare": pool.spare_bytes, "stages": pool.stage_bytes}
+                {
+                    "n_slots": pool.n_slots,
+                    "n_experts": pool.group.n_experts,
+                    "slots": pool.slot_bytes,
+                    "spare": pool.spare_bytes,
+                    "stages": pool.stage_bytes,
+                }
                 for pool in self.pools
             ],
             "total": self.total_bytes,

@@ -28,6 +28,7 @@ from tinyserve_gguf.plan import (
 )
 
 UBATCH_CPU = 512
+USABLE_CTX = 1024  # a refusal that can name a longer context does
 UBATCHES_GPU = (4096, 2048, 1024, 512)
 LEAST_RESERVE = 256 * MIB  # of a GPU: for what its driver and kernels take by themselves; also where a size was asked for
 RING_PIECES = 8  # TSG_RING_PIECES
@@ -79,9 +80,9 @@ class _Case:
         limit = self.device.ram if self.budget.ram is None else self.budget.ram
         if not paged:
             return HostPlan("none", 0, 0)
-        if self.device.is_cpu or limit is None or paged <= limit:
-            return HostPlan("mapped", paged, 0)
-        return HostPlan("pageable", paged, RING_PIECES * max(weight.n_bytes // weight.ne(2) for weight in parts))
+        if self.device.is_cpu or not limit or paged <= limit:
+            return HostPlan("mapped", paged, 0, limit or 0)
+        return HostPlan("pageable", paged, RING_PIECES * max(weight.n_bytes // weight.ne(2) for weight in parts), limit)
 
 
 def pick_ubatch(device: DeviceFacts, compute: Callable[[int], int]) -> int:
@@ -108,8 +109,8 @@ def make_plan(
     """Decide the pools, and the batch of prefill unless `n_ubatch` is given. `cpu_misses`: the CPU may compute misses. `needs`: what a setting takes
     beside the experts; by default the estimate from the header.
 
-    Raises CapacityError, with the arithmetic and what would fit, when the device cannot hold it; OptionError when the size asked for is below what one
-    token needs.
+    Raises CapacityError, with the arithmetic and what would fit, when the device cannot hold it; OptionError when the size asked for is below what
+    one token needs.
     """
     ask = needs or (lambda setting: estimated_needs(facts, setting))
     if budget.vram is not None:
@@ -156,7 +157,9 @@ def _fit(case: _Case, room: int) -> tuple[PoolPlan, ...] | None:
     least = case.pools(minimum)
     if _bytes(least) > room:
         return None
-    fixed = sum(case.n_stages * (stage_bytes(group) + weight_bytes_per_expert(group)) + case.n_spare * group.bytes_per_expert for group in case.facts.groups)
+    fixed = sum(
+        case.n_stages * (stage_bytes(group) + weight_bytes_per_expert(group)) + case.n_spare * group.bytes_per_expert for group in case.facts.groups
+    )
     share = max(0.0, (room - fixed) / sum(group.n_experts * group.bytes_per_expert for group in case.facts.groups))
     pools = case.pools(lambda group: int(share * group.n_experts))
     while _bytes(pools) > room:  # the minimum of a small group may have pushed the sum over: take it from the largest pool
@@ -175,10 +178,12 @@ def _auto(case: _Case) -> Plan:
     text = f"auto: {size(case.device.free)} free, less {size(case.needs.device)} for the rest of the model and {size(case.reserve)} in reserve"
     if _bytes(everything) <= room:
         return case.plan(everything, f"{text}: all")
-    held = case.facts.expert_bytes if case.device.is_cpu else 0  # here the host pool takes from the same memory
-    found = _fit(case, room - held)
+    least = _bytes(case.pools(minimum))
+    if case.device.is_cpu:  # the pages of the file take from the same memory; where there is none they leave it and are read again
+        room = max(room - case.facts.expert_bytes, min(room, least))
+    found = _fit(case, room)
     if found is None:
-        raise CapacityError(_refusal(case, _bytes(case.pools(minimum)) + held, "prefill stage and experts of one token", case.reserve))
+        raise CapacityError(_refusal(case, least, "prefill stage and experts of one token", case.reserve))
     return case.plan(found, text)
 
 
@@ -205,23 +210,26 @@ def _refusal(case: _Case, experts: int, what: str, reserve: int) -> str:
     if what.startswith("--expert-cache") and (found := _fit(case, free - reserve - case.needs.device)):
         share = sum(pool.n_slots for pool in found) / sum(pool.group.n_experts for pool in found)
         ways.insert(0, f"--expert-cache {max(1, int(100 * share))}%" if share >= 0.01 else f"--expert-cache {sum(pool.n_slots for pool in found)}")
-    return f"{head}; " + (f"what fits: {', or '.join(ways)}" if ways else "no smaller setting fits either: free device memory, or take a smaller quantisation")
+    return f"{head}; " + (
+        f"what fits: {', or '.join(ways)}" if ways else "no smaller setting fits either: free device memory, or take a smaller quantisation"
+    )
 
 
 def _smaller(case: _Case, fits: Callable[[Needs], bool]) -> list[str]:
     """Settings near the one asked for that fit: a shorter context, a smaller KV type, a smaller batch; or all of that."""
     setting, ways = case.setting, []
-    if n_ctx := _longest(case, setting, fits):
-        ways.append(f"-c {n_ctx}")
+    shorter = _longest(case, setting, fits)
+    if shorter:
+        ways.append(f"-c {shorter}")
     eight = replace(setting, kv=KvOptions("q8_0", "q8_0")) if _takes_q8_0(case) else None
     if eight and fits(case.ask(eight)):
         ways.append("--kv-type q8_0")
     batches = [n for n in (2048, 1024, 512, 256, 128) if n < setting.n_ubatch]
     if n := next((n for n in batches if fits(case.ask(replace(setting, n_ubatch=n)))), None):
         ways.append(f"-b {n}")
-    if not ways:
+    if not ways or (len(ways) == 1 and shorter and shorter < USABLE_CTX):
         least = replace(eight or setting, n_ubatch=min(setting.n_ubatch, 128))
-        if n_ctx := _longest(case, least, fits):
+        if (n_ctx := _longest(case, least, fits)) and n_ctx > (shorter or 0):
             ways.append(f"-c {n_ctx} -b {least.n_ubatch}" + (" --kv-type q8_0" if eight else ""))
     return ways
 
@@ -242,4 +250,6 @@ def _longest(case: _Case, setting: Setting, fits: Callable[[Needs], bool]) -> in
 def _takes_q8_0(case: _Case) -> bool:
     attention = case.facts.attention
     lengths = (*attention.key_lengths, *attention.value_lengths)
-    return attention.is_cached and case.setting.kv.k in ("f16", "bf16", "f32") and attention.architecture != "grok" and not any(n % 32 for n in lengths)
+    return (
+        attention.is_cached and case.setting.kv.k in ("f16", "bf16", "f32") and attention.architecture != "grok" and not any(n % 32 for n in lengths)
+    )

@@ -11,8 +11,8 @@ from tinyserve_gguf._shim import Device
 from tinyserve_gguf.errors import EngineError, OptionError
 from tinyserve_gguf.facts import ExpertLayer, ModelFacts, read_facts
 from tinyserve_gguf.model import Model, load
-from tinyserve_gguf.placement import default_threads, pick_device, plan_for
 from tinyserve_gguf.needs import context_bytes, weight_bytes
+from tinyserve_gguf.placement import default_threads, pick_device, plan_for
 from tinyserve_gguf.plan import CacheSpec, minimum, size
 from tinyserve_gguf.verify_kernels import KernelRow, check_kernels, unequal_slots
 from tinyserve_gguf.verify_logits import NEAR, UBATCH, Difference, Logits, Workload

@@ -49,6 +49,12 @@ def _demo() -> click.Command:
     return demo
 
 
+def _doctor() -> click.Command:
+    from tinyserve_gguf.cli.doctor import doctor
+
+    return doctor
+
+
 def _bench() -> click.Command:
     from tinyserve_gguf.cli.bench import bench
 
@@ -85,6 +91,7 @@ COMMANDS: dict[str, tuple[Callable[[], click.Command], str]] = {
     "bench": (_bench, "Measure speed, hit rates and bounds, and llama.cpp beside them."),
     "verify": (_verify, "Prove that paging changes nothing: logits, kernels, bytes."),
     "models": (_models, "Models that are known by name, and whether they fit here."),
+    "doctor": (_doctor, "What of this machine works, how fast it is, and how to mend the rest."),
     "demo": (_demo, "Build a small demo model and print its path."),
     "config": (_config, "What the config file sets."),
     "completion": (_completion, "Completion for bash, zsh or fish."),

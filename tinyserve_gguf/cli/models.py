@@ -35,31 +35,18 @@ def models(name: str | None, as_json: bool) -> None:
       tinyserve-gguf chat qwen3-30b-a3b:UD-Q4_K_XL
     """
     from tinyserve_gguf.catalog import catalogue
+    from tinyserve_gguf.cli.outlook import Asked, machine_of
     from tinyserve_gguf.errors import OptionError
 
     chosen = [model for model in catalogue().values() if name is None or name.lower() in model.alias]
     if not chosen:
         raise OptionError(f"no known model has {name!r} in its name; models lists all of them")
-    machine = this_machine()
+    machine, notes = machine_of(Asked())
     rows = [describe(model, machine) for model in chosen]
     if as_json:
         click.echo(json.dumps({"machine": asdict(machine), "models": rows}, indent=2))
     else:
-        _print(rows, machine)
-
-
-def this_machine() -> Machine:
-    """What `chat` would run on by default. Rates as doctor measured them, else assumed."""
-    from tinyserve_gguf import machine
-    from tinyserve_gguf._shim import devices
-    from tinyserve_gguf.placement import pick_device
-
-    device = pick_device("auto")
-    measured, _ = machine.recall(machine.memory_path(), device.name)
-    known = measured.rates if measured else None
-    ram = next(found for found in devices() if found.is_cpu).memory_free
-    rates = machine.rates(known, has_gpu=not device.is_cpu)
-    return machine.Machine(f"{device.name} ({device.description})", 0 if device.is_cpu else device.memory_free, ram, rates)
+        _print(rows, machine, notes)
 
 
 def describe(model: KnownModel, machine: Machine) -> dict[str, Any]:
@@ -114,7 +101,7 @@ def _short(estimate: str | None) -> str:
     return f"no: needs {total[1]}" if total else estimate
 
 
-def _print(rows: list[dict[str, Any]], machine: Machine) -> None:
+def _print(rows: list[dict[str, Any]], machine: Machine, notes: list[str]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -141,6 +128,8 @@ def _print(rows: list[dict[str, Any]], machine: Machine) -> None:
             _short(row["estimate"]),
         )
     console.print(table)
-    memory = f"{size(machine.vram)} of free VRAM, " if machine.has_gpu else ""
-    console.print(f"\nestimates for {machine.name}, {memory}{size(machine.ram)} of host memory; context: the recommended one, -c sets it")
-    console.print("no entry was run with the published weights: verify MODEL --quick proves a file on this machine")
+    console.print()
+    memory = f"{size(machine.vram)} of free GPU memory, " if machine.has_gpu else "no GPU, "
+    lines = [f"estimates for {machine.name}: {memory}{size(machine.ram)} of free host memory; context: the recommended one, -c sets it", *notes]
+    for line in [*lines, "no entry was run with the published weights: verify MODEL --quick proves a file on this machine"]:
+        console.print(line)

@@ -183,11 +183,29 @@ predict_option = click.option(
 )
 
 
+vram_option = click.option(
+    "--vram", type=FiniteRange(min=0, min_open=True), metavar="GiB", help="Device memory to plan with.  [default: what is free]"
+)
+vram_reserve_option = click.option(
+    "--vram-reserve",
+    type=FiniteRange(min=0, min_open=True),
+    metavar="GiB",
+    help="Of it, what stays free.  [default: a twentieth, 0.5 at least; 0.25 where --expert-cache gives a size]",
+)
+ram_option = click.option(
+    "--ram",
+    type=FiniteRange(min=0, min_open=True),
+    metavar="GiB",
+    help="Host memory that may be page-locked for experts.  [default: nine tenths of what is available]",
+)
+
+
 def placement_options(command: F) -> F:
     """What `load` takes, as keyword arguments of the same names."""
     context = (flash_attn_option, kv_type_v_option, kv_type_option, sinks_option, window_option, ctx_size_option)
     misses = (miss_threads_option, miss_admit_option, miss_option)
-    for option in (threads_option, ubatch_option, *context, device_option, *misses, policy_option, warm_option, expert_cache_option):
+    budget = (ram_option, vram_reserve_option, vram_option)
+    for option in (threads_option, ubatch_option, *context, device_option, *misses, policy_option, warm_option, *budget, expert_cache_option):
         command = option(command)
     return command
 
