@@ -33,7 +33,27 @@ def _ggml() -> SimpleNamespace:
         ("ggml_cast", pointer, [pointer, pointer, ctypes.c_int]),
         ("ggml_flash_attn_ext", pointer, [pointer, pointer, pointer, pointer, pointer, real, real, real]),
         ("ggml_backend_dev_supports_op", ctypes.c_bool, [pointer, pointer]),
+        ("ggml_backend_dev_backend_reg", pointer, [pointer]),
+        ("ggml_backend_reg_get_proc_address", pointer, [pointer, ctypes.c_char_p]),
     )
+
+
+class _Feature(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("value", ctypes.c_char_p)]
+
+
+def features(device: int) -> dict[str, str]:
+    """How the backend of the ggml_backend_dev_t at `device` was built, as ggml tells it ({"AVX2": "1", ...}); empty if it does not."""
+    ggml = _ggml()
+    registry = ggml.ggml_backend_dev_backend_reg(device)
+    address = ggml.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_get_features")
+    if not address:
+        return {}
+    found: dict[str, str] = {}
+    entries = ctypes.CFUNCTYPE(ctypes.POINTER(_Feature), ctypes.c_void_p)(address)(registry)
+    while entries[len(found)].name:
+        found[entries[len(found)].name.decode()] = entries[len(found)].value.decode()
+    return found
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tinyserve_gguf import _llama, verify_logits
 from tinyserve_gguf._shim import Device
+from tinyserve_gguf.bench_baseline import all_on_cpu, open_stock
 from tinyserve_gguf.errors import EngineError, OptionError
 from tinyserve_gguf.facts import ExpertLayer, ModelFacts, read_facts
 from tinyserve_gguf.model import Model, load
@@ -15,7 +16,7 @@ from tinyserve_gguf.needs import context_bytes, weight_bytes
 from tinyserve_gguf.placement import default_threads, pick_device, plan_for
 from tinyserve_gguf.plan import CacheSpec, minimum, size
 from tinyserve_gguf.verify_kernels import KernelRow, check_kernels, unequal_slots
-from tinyserve_gguf.verify_logits import NEAR, UBATCH, Difference, Logits, Workload
+from tinyserve_gguf.verify_logits import UBATCH, Difference, Logits, Workload
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,6 +87,7 @@ class Report:
     device: str
     n_tokens: int  # of each run, prompt and decoded
     finite: bool = True  # llama.cpp's own logits are numbers
+    on_cpu: Difference | None = None  # llama.cpp's own with all experts on the CPU; only where misses are computed there, beside a GPU
     paged: list[PagedRow] = field(default_factory=list)
     kernels: list[KernelRow] = field(default_factory=list)
 
@@ -121,9 +123,16 @@ def verify(options: VerifyOptions, show: Show) -> Report:
     finally:
         native.close()
     report.finite = verify_logits.are_finite(stock)
+    if options.miss != "fetch" and not device.is_cpu:
+        native = open_stock(facts, device, all_on_cpu(facts), lambda _done: True)
+        try:
+            on_cpu = verify_logits.read(native, work, lambda _done: show("llama.cpp, all experts on the CPU", STOCK_DONE))
+        finally:
+            native.close()
+        report.on_cpu = verify_logits.compare(work, stock, on_cpu)
     step = (PAGED_DONE - STOCK_DONE) / len(sizes)
     for i, (cache, asked) in enumerate(sizes.items()):
-        run = _Run(facts, device, work, stock, options.miss)
+        run = _Run(facts, device, work, stock, report.on_cpu, options.miss)
         for j, policy in enumerate(policies):
             start = STOCK_DONE + (i + j / len(policies)) * step
             text = f"expert cache {cache}, {policy}"
@@ -176,6 +185,7 @@ class _Run:
     device: Device
     work: Workload
     stock: list[Logits]
+    on_cpu: Difference | None
     miss: str
 
     def paged(self, cache: str, asked: str, policy: str, show: Callable[[float], None]) -> tuple[PagedRow, bool]:
@@ -201,7 +211,7 @@ class _Run:
             difference = verify_logits.compare(work, self.stock, logits)
             layer = _first_layer(facts, self.device, model, work, difference) if difference else None
             rounds_otherwise = self.miss != "fetch" and not self.device.is_cpu
-            near = rounds_otherwise and difference is not None and difference.in_deviations < NEAR
+            near = rounds_otherwise and difference is not None and difference.is_near(self.on_cpu)
             total = sum(group.n_experts for group in facts.groups)
             row = PagedRow(cache, policy, model.plan.n_slots, total, difference, layer, near, n, n_bytes, tuple(wrong), fault)
             return row, all(pool.is_resident for pool in model.plan.pools)

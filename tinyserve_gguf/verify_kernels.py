@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinyserve_gguf._matmul import ExpertMatmul
+from tinyserve_gguf._ops import features
 from tinyserve_gguf._shim import Device
 from tinyserve_gguf._types import dequantize
 from tinyserve_gguf.facts import ExpertLayer, ModelFacts, PartFacts
@@ -20,8 +21,9 @@ MAX_ROWS = 128  # of each expert, drawn at random, that are compared; all are co
 # with 16-bit sums in cuBLAS beside F16 and BF16, to 8 bits beside quantised weights (llama.cpp's own test-backend-ops allows the same 5e-4).
 _THRESHOLDS = {"F32": 1e-6, "F16": 1e-4, "BF16": 1e-4}
 _THRESHOLD_QUANTISED = 5e-4
-_THRESHOLD_FP4 = 2e-2  # GPUs with FP4 units round activations to 4 bits as well; test-backend-ops allows as much there
+_THRESHOLD_FP4 = 2e-2  # where a GPU's FP4 units are used, activations are rounded to 4 bits as well; test-backend-ops allows as much there
 _FP4 = ("MXFP4", "NVFP4")
+_FP4_UNITS = "BLACKWELL_NATIVE_FP4"  # what ggml-cuda calls it if it was built for them
 
 
 @dataclass(slots=True)
@@ -55,7 +57,7 @@ class KernelRow:
 
 def threshold(kind: str, device: Device) -> float:
     """Largest NMSE for this type of weight."""
-    if kind in _FP4 and not device.is_cpu:
+    if kind in _FP4 and _FP4_UNITS in features(device.handle):
         return _THRESHOLD_FP4
     return _THRESHOLDS.get(kind, _THRESHOLD_QUANTISED)
 
@@ -105,7 +107,7 @@ def check_part(
     row.n_tensors += 1
     with ExpertMatmul(device.handle, w.type_id, slots, w.ne(0), n_threads) as matmul:
         for tokens in batches:
-            x = rng.standard_normal((tokens, layer.n_used if part.role == "down" else 1, w.ne(0)), dtype=np.float32)
+            x = rng.uniform(-1, 1, (tokens, layer.n_used if part.role == "down" else 1, w.ne(0))).astype(np.float32)  # as in test-backend-ops
             ids = np.stack([rng.permutation(n_slots)[: layer.n_used] for _ in range(tokens)]).astype(np.int32)
             out = matmul.multiply(x, ids)
             if out is None:

@@ -18,7 +18,8 @@ from tinyserve_gguf import _llama
 from tinyserve_gguf._llama import ContextOptions, NativeContext, NativeModel
 from tinyserve_gguf.facts import ModelFacts
 
-NEAR = 0.05  # of the deviation of a token's logits: how far misses on the CPU of a GPU machine may be off
+NEAR = 0.05  # of the deviation of a token's logits: typical distance from llama.cpp's that misses on the CPU of a GPU machine may have
+NEAR_TIMES = 2.0  # or so many times that of llama.cpp itself with all experts on that CPU: kernels of CPU and GPU round differently, by type
 UBATCH = 512  # tokens
 _LAYER = re.compile(r"l_out-(\d+)")  # how llama.cpp names what a block gives
 
@@ -61,10 +62,20 @@ class Difference:
     prompt: int
     step: int  # 0: after the prompt; else after so many decoded tokens
     same_likeliest: float  # share of the tokens with the same likeliest next one
+    typical: float = 0.0  # root mean square, over the tokens, of a token's largest difference in deviations
 
     def line(self) -> str:
         where = f"after a prompt of {self.prompt}" + (f" and {self.step} decoded" if self.step else "")
         return f"differ by {self.largest:.2g} ({self.in_deviations:.1g} deviations) {where}, same likeliest token {self.same_likeliest:.0%}"
+
+    def is_near(self, on_cpu: Difference | None) -> bool:
+        """Whether the CPU's other rounding explains it; `on_cpu` is how far llama.cpp itself is off with all experts on the CPU."""
+        return self.typical <= near_limit(on_cpu)
+
+
+def near_limit(on_cpu: Difference | None) -> float:
+    """Largest `typical` that counts as near."""
+    return max(NEAR, NEAR_TIMES * on_cpu.typical) if on_cpu else NEAR
 
 
 def read(native: NativeModel, load: Workload, show: Callable[[float], None]) -> list[Logits]:
@@ -100,7 +111,7 @@ def compare(load: Workload, stock: Sequence[Logits], paged: Sequence[Logits]) ->
     """None if every bit is the same, also where a model gives NaN."""
     if all(np.array_equal(a.view(np.uint32), b.view(np.uint32)) for a, b in zip(stock, paged, strict=True)):
         return None
-    worst, same, n = (-1.0, 0.0, 0, 0), 0, 0
+    worst, same, n, squares = (-1.0, 0.0, 0, 0), 0, 0, 0.0
     for prompt, a, b in zip(load.prompts, stock, paged, strict=True):
         apart = np.nan_to_num(np.abs(a.astype(np.float64) - b), nan=np.inf).max(axis=1)
         deviation = np.maximum(a.std(axis=1, dtype=np.float64), np.finfo(np.float32).tiny)
@@ -108,7 +119,8 @@ def compare(load: Workload, stock: Sequence[Logits], paged: Sequence[Logits]) ->
         worst = max(worst, (float(apart[step]), float((apart / deviation).max()), prompt, step))
         same += int((a.argmax(axis=1) == b.argmax(axis=1)).sum())
         n += len(a)
-    return Difference(*worst, same / n)
+        squares += float(np.square(apart / deviation).sum())
+    return Difference(*worst, same / n, (squares / n) ** 0.5)
 
 
 # ---- the first layer --------------------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from tinyserve_gguf.verify_logits import Difference, near_limit
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -33,11 +35,15 @@ def report_tables(report: Report, console: Console) -> list[RenderableType]:
     parts: list[RenderableType] = [f"{report.facts.name} on {report.device}: {report.n_tokens} random tokens in each run, beside llama.cpp alone"]
     if not report.finite:
         parts.append("llama.cpp alone gives logits that are no numbers: see info --check")
+    if report.on_cpu:
+        limit = near_limit(report.on_cpu)
+        parts.append(f"llama.cpp with all experts on the CPU: logits {report.on_cpu.line()}; typically {report.on_cpu.typical:.1e} deviations")
+        parts.append(f"misses on the CPU are near if they are typically within {limit:.1e}")
     paged = _table(console, "paged runs", "expert cache", "policy", "slots", "logits", "slots beside the file", "")
     for row in report.paged:
         logits = "identical" if row.difference is None else "near" if row.is_near else "differ"
         equal = f"{row.slots_checked} equal" if not row.wrong_bytes else f"{len(row.wrong_bytes)} weights differ"
-        notes = "; ".join(row.problems()) or (row.difference.line() if row.difference else "")
+        notes = "; ".join(row.problems()) or (f"{row.difference.line()}; typically {row.difference.typical:.1e}" if row.difference else "")
         paged.add_row(row.cache, row.policy, f"{row.n_slots} of {row.n_experts}", logits, equal, notes)
     kernels = _table(console, "expert matmuls beside float64", "type", "tensors", "NMSE", "at batch", "limit", "dequantised by", "")
     for kernel in report.kernels:
@@ -67,6 +73,7 @@ def report_dict(report: Report) -> dict[str, Any]:
         "device": report.device,
         "tokens": report.n_tokens,
         "finite": report.finite,
+        "on_cpu": _difference_dict(report.on_cpu),
         "holds": report.holds,
         "paged": [_paged_dict(row) for row in report.paged],
         "kernels": [_kernel_dict(row) for row in report.kernels],
@@ -86,10 +93,19 @@ def as_json(content: dict[str, Any]) -> str:
 
 
 def _paged_dict(row: PagedRow) -> dict[str, Any]:
-    difference = asdict(row.difference) if row.difference else None
-    if difference:
-        difference |= {name: _finite(difference[name]) for name in ("largest", "in_deviations")}
-    return {**asdict(row), "difference": difference, "identical": row.difference is None, "holds": row.holds, "problems": row.problems()}
+    return {
+        **asdict(row),
+        "difference": _difference_dict(row.difference),
+        "identical": row.difference is None,
+        "holds": row.holds,
+        "problems": row.problems(),
+    }
+
+
+def _difference_dict(difference: Difference | None) -> dict[str, Any] | None:
+    if difference is None:
+        return None
+    return {name: _finite(value) for name, value in asdict(difference).items()}
 
 
 def _kernel_dict(row: KernelRow) -> dict[str, Any]:
