@@ -60,7 +60,8 @@ class Value:
     def converted(self, option: click.Option, place: str) -> Any:
         """As a default for click: text that the option parses, or a flag. OptionError, naming the place, for a kind of value that it cannot be."""
         if isinstance(self.given, list) and not any(isinstance(item, list | dict) for item in self.given):
-            return ",".join(str(item) for item in self.given)
+            items = [str(item) for item in self.given]
+            return items if option.multiple else ",".join(items)
         if isinstance(self.given, bool):
             if option.is_flag and option.is_bool_flag:
                 return self.given
@@ -69,7 +70,7 @@ class Value:
             ):  # one of several, such as --json and --csv; or a value that may be left out
                 return option.flag_value
         elif isinstance(self.given, str | int | float) and not option.is_flag:
-            return str(self.given)
+            return [str(self.given)] if option.multiple else str(self.given)
         kind = "true or false" if option.is_flag else "text, a number or a list"
         raise OptionError(f"{place}: {key_of(option)} is {kind}, not {self.given!r}")
 
