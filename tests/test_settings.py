@@ -193,10 +193,10 @@ def llama_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     @click.argument("how")
     def info(how: str) -> None:
         for i in range(50):
-            logging.getLogger("tinyserve_gguf.llama").warning("line %d of llama.cpp", i)
+            logging.getLogger("tinyserve_gguf.llama").log(logging.WARNING if how == "ours" else logging.ERROR, "line %d of llama.cpp", i)
         logging.getLogger("tinyserve_gguf.warm").warning("one of ours")
         if how != "well":
-            raise EngineError("it broke") if how == "engine" else ModelFileError("a bad file")
+            raise ModelFileError("a bad file") if how == "file" else EngineError("it broke")
 
     monkeypatch.setitem(COMMANDS, "info", (lambda: info, ""))
 
@@ -208,6 +208,7 @@ def test_llama_cpps_log_is_shown_when_it_fails() -> None:
     assert shown[1:41] == [f"llama.cpp: line {i} of llama.cpp" for i in range(10, 50)]
     assert shown[41:] == ["error: it broke"]
     assert run("info", "file").stderr == "one of ours\nerror: a bad file\n"  # the user's mistake: one line says it
+    assert run("info", "ours").stderr == "one of ours\nerror: it broke\n"
     assert run("info", "well").stderr == "one of ours\n"
     assert run("-v", "info", "engine").stderr.count("line 49 of llama.cpp") == 1
 

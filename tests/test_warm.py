@@ -227,7 +227,7 @@ def test_filling_is_progress_and_can_be_stopped(model_file: ModelFile) -> None:
 def test_a_dense_model_has_none(model_file: ModelFile, tmp_path: Path) -> None:
     from reshaped import dense
 
-    with opened(dense(model_file("qwen3moe"), tmp_path / "dense.gguf"), cache="auto") as model:
+    with opened(dense(model_file("mixtral"), tmp_path / "dense.gguf"), cache="auto") as model:
         assert not [text for text in model.lines() if "warm" in text]
         with pytest.raises(OptionError, match="it has no experts"):
             _ = model.warm

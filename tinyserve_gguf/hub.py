@@ -82,9 +82,10 @@ def _fits(name: str, wanted: Wanted) -> bool:
 class Hub:
     """One hub and its caches. By default all is where huggingface_hub has it: its own settings say which hub (HF_ENDPOINT) and which cache."""
 
-    def __init__(self, endpoint: str | None = None, cache: Path | None = None) -> None:
+    def __init__(self, endpoint: str | None = None, cache: Path | None = None, *, progress: bool = True) -> None:
         self._endpoint = endpoint
         self._cache = cache
+        self._progress = progress  # huggingface_hub's bars, on a terminal
 
     def cached(self, wanted: Wanted) -> Path | None:
         """The file (its first shard), if a cache has all of it."""
@@ -125,7 +126,10 @@ class Hub:
             raise ModelFileError(f"{wanted.repository} is in no cache, and to download it needs {INSTALL}; or by hand: {wanted.command}")
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+        from huggingface_hub.utils import disable_progress_bars
 
+        if not self._progress:
+            disable_progress_bars()
         try:
             names = HfApi(endpoint=self._endpoint).list_repo_files(wanted.repository)
             chosen = choose(names, wanted)

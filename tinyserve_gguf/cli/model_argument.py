@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from tinyserve_gguf.cli.output import say
+from tinyserve_gguf.cli.output import is_quiet, say
 from tinyserve_gguf.cli.settings import META, Settings, options_of
 from tinyserve_gguf.errors import OptionError
 
@@ -61,7 +61,7 @@ def find_model(model: str | None, hf_repo: str | None) -> str | None:
     from tinyserve_gguf.resolve import Reference, resolve
 
     reference = Reference.parse(hf_repo or model or "", is_repository=bool(hf_repo))
-    path = resolve(reference, Hub(), say)
+    path = resolve(reference, Hub(progress=not is_quiet()), say)
     if reference.wanted:
         say(f"model: {path}")
     return path

@@ -38,15 +38,16 @@ class Tail(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self._lines: deque[str] = deque(maxlen=KEPT)
+        self._failed = False
 
     def emit(self, record: logging.LogRecord) -> None:
         self._lines.append(record.getMessage())
+        self._failed |= record.levelno >= logging.ERROR
 
     def show(self) -> None:
-        """On stderr, once."""
-        for line in self._lines:
+        """On stderr, if there is an error among what was logged: else it was not llama.cpp that failed."""
+        for line in self._lines if self._failed else ():
             click.echo(f"llama.cpp: {line}", err=True)
-        self._lines.clear()
 
 
 class _OnStderr(logging.StreamHandler):  # type: ignore[type-arg]  # generic for type checkers only
