@@ -106,7 +106,7 @@ def test_the_estimate_is_on_the_safe_side(model_file: ModelFile, name: str) -> N
         ):
             asked, estimated = dry.needs(setting), estimated_needs(facts, setting)
             assert 0.9 * asked.device <= estimated.device <= 1.5 * asked.device, (setting, asked, estimated)
-            assert asked.weights == estimated.weights
+            assert asked.weights == near(estimated.weights)
 
 
 def test_a_dry_run_takes_no_memory_and_needs_no_vocabulary(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
@@ -35,6 +35,9 @@ def _ggml() -> SimpleNamespace:
         ("ggml_backend_dev_supports_op", ctypes.c_bool, [pointer, pointer]),
         ("ggml_backend_dev_backend_reg", pointer, [pointer]),
         ("ggml_backend_reg_get_proc_address", pointer, [pointer, ctypes.c_char_p]),
+        ("ggml_backend_dev_buffer_type", pointer, [pointer]),
+        ("ggml_backend_buft_get_alignment", size, [pointer]),
+        ("ggml_backend_buft_get_alloc_size", size, [pointer, pointer]),
     )
 
 
@@ -81,6 +84,19 @@ def has_flash_attention(device: int, *, n_head: int, n_head_kv: int, key_length:
             v = ggml.ggml_new_tensor_4d(context, type_v, value_length, N_KV, n_head_kv, 1)
         mask = ggml.ggml_new_tensor_4d(context, _F16, N_KV, 1, 1, 1)
         return bool(ggml.ggml_backend_dev_supports_op(device, ggml.ggml_flash_attn_ext(context, q, k, v, mask, key_length**-0.5, 0.0, 0.0)))
+
+
+def allocated(device: int, tensors: Iterable[tuple[int, tuple[int, ...]]]) -> int:
+    """Bytes that tensors, each given as (ggml_type, shape), take on the ggml_backend_dev_t at `device`: it may pad rows, and aligns."""
+    ggml, total = _ggml(), 0
+    kind = ggml.ggml_backend_dev_buffer_type(device)
+    alignment = ggml.ggml_backend_buft_get_alignment(kind)
+    for type_id, shape in tensors:
+        with _context() as context:
+            tensor = ggml.ggml_new_tensor_4d(context, type_id, *shape, *(1,) * (4 - len(shape)))
+            n_bytes = ggml.ggml_backend_buft_get_alloc_size(kind, tensor)
+        total += -(-n_bytes // alignment) * alignment
+    return int(total)
 
 
 def has_cast(device: int, kind: int, length: int) -> bool:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from tinyserve_gguf import _llama
+from tinyserve_gguf import _llama, _ops
 from tinyserve_gguf._llama import ContextOptions, NativeContext, NativeModel, Offload
 from tinyserve_gguf._shim import Device, Pager
 from tinyserve_gguf.facts import ModelFacts
-from tinyserve_gguf.needs import MIB, Needs, Setting, weight_bytes
+from tinyserve_gguf.needs import MIB, Needs, Setting, device_tensors
 
 EXPERT_PATTERN = r"\.ffn_(gate|up|down|gate_up)_(ch)?exps\.weight"  # everything else, biases and scales too, stays where llama.cpp puts it
 
@@ -43,11 +43,16 @@ def buffers(lines: list[str]) -> list[Buffer]:
 def listening() -> Iterator[list[str]]:
     """Gives a list that fills with the lines that llama.cpp logs on this thread, instead of the log."""
     _llama.start()
-    lines = _llama.listeners[threading.get_ident()] = []
+    thread, lines = threading.get_ident(), list[str]()
+    outer = _llama.listeners.get(thread)
+    _llama.listeners[thread] = lines
     try:
         yield lines
     finally:
-        del _llama.listeners[threading.get_ident()]
+        if outer is None:
+            del _llama.listeners[thread]
+        else:
+            _llama.listeners[thread] = outer
 
 
 def _allocate_nothing(params: Any, facts: ModelFacts) -> object:
@@ -72,6 +77,7 @@ class DryRun:
         self._pager: Pager | None = None
         self._model: NativeModel | None = None
         self._known: dict[Setting, Needs] = {}
+        self._weights = _ops.allocated(device.handle, ((tensor.type_id, tensor.shape) for tensor in device_tensors(facts)))
         offload: Offload | None = None if device.is_cpu else Offload(device.handle)
         try:
             if facts.is_moe:
@@ -112,7 +118,7 @@ class DryRun:
         # Where the CPU plays the device both have one kind of memory and share a buffer, which a dry run names twice
         others = 0 if self._device.is_cpu else sum(buffer.n_bytes for buffer in computes if buffer is not on_device)
         return Needs(
-            weights=weight_bytes(self._facts),
+            weights=self._weights,
             kv=caches + states,
             compute=on_device.n_bytes if on_device else 0,
             host_weights=self._facts.input_bytes,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from tinyserve_gguf.facts import ModelFacts, TensorFacts
+from tinyserve_gguf.facts import INPUTS, ModelFacts, TensorFacts
 from tinyserve_gguf.kv import KvOptions
 
 MIB = 1 << 20
@@ -56,14 +56,18 @@ def estimated_needs(facts: ModelFacts, setting: Setting) -> Needs:
     )
 
 
-def expert_table_bytes(facts: ModelFacts) -> int:
-    """Per-expert biases and scales: llama.cpp keeps a whole copy beside the slots, which have their own."""
-    return sum(tensor.n_bytes for layer in facts.expert_layers for part in layer.parts for tensor in (part.bias, part.scale) if tensor)
+def device_tensors(facts: ModelFacts) -> list[TensorFacts]:
+    """What lies on the device beside the slots: neither expert weights nor embedding tables, but a token embedding that is the output matrix too, and
+    the biases and scales of experts, of which slots have their own."""
+    experts = {part.weight.name for layer in facts.expert_layers for part in layer.parts}
+    has_output = any(tensor.name == "output.weight" for tensor in facts.tensors)
+    inputs = set(INPUTS) if has_output else INPUTS - {"token_embd.weight"}
+    return [tensor for tensor in facts.tensors if tensor.name not in experts and tensor.name not in inputs and not facts.is_idle(tensor)]
 
 
 def weight_bytes(facts: ModelFacts) -> int:
     """All weights on the device but those of routed experts."""
-    return facts.device_bytes + expert_table_bytes(facts)
+    return sum(tensor.n_bytes for tensor in device_tensors(facts))
 
 
 # ---- KV cache -------------------------------------------------------------------------------------------------------------------------------
