@@ -51,6 +51,11 @@ void tsg_coexec_describe(struct tsg_pager * pager) {
         snprintf(x->text, sizeof(x->text), "none, every expert is resident");
     } else if (x->miss.mode == TSG_MISS_FETCH) {
         snprintf(x->text, sizeof(x->text), "fetched%s", x->cpu || pager->inner_is_cpu ? "" : "; --miss auto finds out whether the CPU would be faster");
+    } else if (x->miss.mode == TSG_MISS_LAYERS) {
+        int32_t n, all;
+        tsg_layers_count(pager, &n, &all);
+        snprintf(x->text, sizeof(x->text), "none in the last %d of %d layers, whose experts stay on the device; in the others computed by the CPU with %s, %s", n,
+                 all, threads, admission);
     } else if (x->miss.mode == TSG_MISS_CPU) {
         snprintf(x->text, sizeof(x->text), "computed by the CPU with %s, %s", threads, admission);
     } else if (x->miss.cpu_rate > 0) {
@@ -82,7 +87,7 @@ enum tsg_status tsg_pager_set_miss(struct tsg_pager * pager, const struct tsg_mi
     if (!pager->ready) {
         return tsg_fail(TSG_E_STATE, "the model is not loaded");
     }
-    if (miss->mode < TSG_MISS_FETCH || miss->mode > TSG_MISS_SPLIT || miss->every < 0 || miss->link_rate < 0 || miss->cpu_rate < 0 ||
+    if (miss->mode < TSG_MISS_FETCH || miss->mode > TSG_MISS_LAYERS || miss->every < 0 || miss->link_rate < 0 || miss->cpu_rate < 0 ||
         (miss->mode == TSG_MISS_SPLIT && miss->link_rate <= 0)) {
         return tsg_fail(TSG_E_ARGUMENT, "there is no such way to handle misses");
     }
@@ -91,6 +96,7 @@ enum tsg_status tsg_pager_set_miss(struct tsg_pager * pager, const struct tsg_mi
     }
     mtx_lock(&pager->lock);
     tsg_admit_settle(pager);
+    const bool was_layers = x->miss.mode == TSG_MISS_LAYERS;
     x->miss      = *miss;
     x->credit    = 0;
     x->cpu_steps = 0;
@@ -100,9 +106,21 @@ enum tsg_status tsg_pager_set_miss(struct tsg_pager * pager, const struct tsg_mi
         x->cannot = true;
         snprintf(x->why, sizeof(x->why), "%s is %s: on a GPU only quantised experts can be left to the CPU", w->name, ggml_type_name(w->type));
     }
+    const bool layers = tsg_coexec_on(pager) && miss->mode == TSG_MISS_LAYERS;
+    bool       ok     = true;
+    if (was_layers != layers) {
+        tsg_engine_wait(pager);  // kernels may read the slots that are overwritten
+        tsg_resident_to_host(pager);
+    }
+    if (was_layers && !layers) {
+        tsg_layers_release(pager, true);
+    } else if (layers && !was_layers) {
+        ok            = tsg_layers_place(pager);
+        x->miss.mode = ok ? TSG_MISS_LAYERS : TSG_MISS_FETCH;
+    }
     tsg_coexec_describe(pager);
     mtx_unlock(&pager->lock);
-    return TSG_OK;
+    return ok ? TSG_OK : TSG_E_MEMORY;
 }
 
 bool tsg_coexec_on(const struct tsg_pager * pager) {
@@ -279,6 +297,7 @@ bool tsg_coexec_step(struct tsg_engine * e, struct ggml_cgraph * graph, const st
     if (!tsg_chain_find(&r->chain, graph, step)) {  // this model fetches
         x->cannot = true;
         snprintf(x->why, sizeof(x->why), "%s", tsg_last_error());
+        tsg_layers_release(e->pager, false);
         tsg_coexec_describe(e->pager);
         ggml_log_internal(GGML_LOG_LEVEL_WARN, "tinyserve: misses are %s\n", x->text);
         return tsg_engine_run_step(e, graph, step, TSG_DECODE);

@@ -217,6 +217,7 @@ bool tsg_engine_use_slots(struct tsg_engine * e, struct ggml_cgraph * graph, con
 static bool run_in_stage(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, struct tsg_counts * counts) {
     struct tsg_pool * pool  = tsg_engine_pool(e, step);
     size_t            bytes = 0;
+    pool->held[0] = NULL;
     for (int32_t p = 0; p < pool->n_parts; p++) {
         bytes += step->layer->weight[p].bytes;
         pool->stage[0][p]->ne[2] = step->layer->n_expert;
@@ -226,7 +227,7 @@ static bool run_in_stage(struct tsg_engine * e, struct ggml_cgraph * graph, cons
             tsg_pool_slot_to_stage(pool, e->inner, e->slot[i], e->distinct[i]);
             counts->bytes_device += bytes;
         } else {
-            tsg_pool_load_stage(pool, e->inner, step->layer, e->distinct[i]);
+            tsg_pool_load_stage(pool, e->inner, step->layer, e->distinct[i], 0);
             counts->bytes_link += bytes;
         }
     }
@@ -298,7 +299,7 @@ enum ggml_status tsg_engine_compute_range(struct tsg_engine * e, struct ggml_cgr
     if (from == to) {
         return GGML_STATUS_SUCCESS;
     }
-    if (from == 0 && to == graph->n_nodes) {
+    if (from == 0 && to == graph->n_nodes && !tsg_layers_are_placed(e->pager)) {
         return ggml_backend_graph_compute_async(e->inner, graph);  // whole, with its uid: the device may replay it
     }
     struct ggml_cgraph view = ggml_graph_view(graph, from, to);
@@ -316,7 +317,7 @@ enum ggml_status tsg_engine_compute_plain(struct tsg_engine * e, struct ggml_cgr
     return ggml_backend_graph_compute_async(e->inner, &view);
 }
 
-// A pool that holds everything: the layer's own part of it, ids untouched.
+// Where all experts of the layer lie in slots in order: that part of them, ids untouched.
 bool tsg_engine_use_resident(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, struct tsg_counts * counts) {
     struct ggml_tensor * weights[TSG_MAX_PARTS];
     for (int32_t p = 0; p < TSG_MAX_PARTS; p++) {
@@ -333,9 +334,16 @@ static enum ggml_status host_driven(struct tsg_engine * e, struct ggml_cgraph * 
     tsg_profile_start(e, phase);
     for (int i = 0; i < e->graph.n_steps; i++) {
         const struct tsg_step * step = &e->graph.steps[i];
-        if (tsg_engine_pool(e, step)->resident) {
+        if (tsg_layer_is_resident(e->pager, step->layer)) {
             if (!tsg_engine_use_resident(e, graph, step, &e->pager->counts[phase])) {
                 return GGML_STATUS_ALLOC_FAILED;
+            }
+            continue;
+        }
+        if (phase == TSG_DECODE && step->layer->stage >= 0) {
+            const enum ggml_status status = tsg_layers_use_stage(e, graph, step, &done);
+            if (status != GGML_STATUS_SUCCESS) {
+                return status;
             }
             continue;
         }

@@ -100,6 +100,9 @@ enum ggml_status  tsg_engine_compute_range(struct tsg_engine * e, struct ggml_cg
 // warm-up never completes.
 enum ggml_status tsg_engine_compute_plain(struct tsg_engine * e, struct ggml_cgraph * graph, int from, int to);
 
+// layers.c: a layer that decode computes from a prefill stage. Computes the graph up to *done if a prompt has used the stage since.
+enum ggml_status tsg_layers_use_stage(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, int * done);
+
 // resident.c: where the slot maps are. The pager is locked.
 bool tsg_resident_to_device(struct tsg_pager * pager);
 bool tsg_resident_show_maps(struct tsg_pager * pager);  // copies slot_of for kernels that only read it; the maps stay on the host

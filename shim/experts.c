@@ -186,7 +186,7 @@ static enum tsg_status make_resident(struct tsg_pager * pager, struct tsg_layer 
     struct tsg_counts * counts = &pager->counts[TSG_DECODE];
     struct tsg_load     load;
     if (!tsg_slots_load(&pool->slots, l->first + expert, &load, counts)) {
-        return tsg_fail(TSG_E_STATE, "every slot is pinned: unpin an expert first");
+        return tsg_fail(TSG_E_STATE, pool->before ? "the slots hold whole layers, as --miss layers keeps them" : "every slot is pinned: unpin an expert first");
     }
     if (load.slot >= 0) {
         tsg_engine_wait(pager);  // a kernel may still read the slot that is overwritten
@@ -233,6 +233,9 @@ enum tsg_status tsg_expert_evict(struct tsg_pager * pager, int32_t layer, int32_
     struct tsg_pool * pool = &pager->pools[l->pool];
     if (pool->resident) {
         return leave(pager, tsg_fail(TSG_E_STATE, "this pool holds all its experts, none can leave"));
+    }
+    if (pool->slots.slot_of[l->first + expert] >= pool->slots.n_open) {
+        return leave(pager, tsg_fail(TSG_E_STATE, "layer %d stays in the slots as a whole, none of its experts can leave", layer));
     }
     if (!tsg_slots_evict(&pool->slots, l->first + expert)) {
         return leave(pager, tsg_fail(TSG_E_STATE, "expert %d of layer %d is pinned: unpin it first", expert, layer));

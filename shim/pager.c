@@ -184,7 +184,7 @@ enum tsg_status tsg_pager_add_layer(struct tsg_pager * pager, int32_t pool, int3
         free(layer);
         return tsg_fail(TSG_E_MEMORY, "no memory for a layer");
     }
-    *layer = (struct tsg_layer) { .index = pager->n_layers, .pool = pool, .n_expert = n_expert, .n_used = n_used };
+    *layer = (struct tsg_layer) { .index = pager->n_layers, .pool = pool, .n_expert = n_expert, .n_used = n_used, .stage = -1 };
     enum tsg_status status = TSG_OK;
     for (int32_t p = 0; p < n_parts && status == TSG_OK; p++) {
         status = add_weight(layer, &parts[p]);

@@ -15,6 +15,8 @@
 //   chain.c    what the CPU computes of a layer: found in the graph, cloned
 //   cpu.c      the thread that does
 //   admit.c    which of these misses enter the pool
+//   layers.c   whole layers on the device instead, the others on the CPU
+//   rate.c     how fast the CPU computes experts
 //   graph.c    finds the expert layers in a graph, patches nodes and restores them
 //   resident.c slot maps on a CUDA device; resident.cu the kernel that uses them
 //   replay.c   device-resident decode: the whole graph with that kernel, captured
@@ -62,7 +64,9 @@ struct tsg_layer {
     int32_t            n_used;
     int32_t            n_parts;
     struct tsg_weight  weight[TSG_MAX_PARTS];
-    struct ggml_tensor resident[TSG_MAX_PARTS];  // this layer's part of a pool that holds everything, [ne0, ne1, n_expert]
+    struct ggml_tensor resident[TSG_MAX_PARTS];  // this layer's part of the slots, if all its experts lie there in order, [ne0, ne1, n_expert]
+    bool               whole;  // they do, in a pool that does not hold everything
+    int32_t            stage;  // decode computes it from this prefill stage, which then holds all of it; -1: from slots
 };
 
 // Slots for experts of one layout. A slot tensor has one slot more in memory than ne[2] says: CUDA's MMQ reads past the last expert, and what it finds
@@ -81,6 +85,8 @@ struct tsg_pool {
     struct ggml_context *   ctx;
     struct ggml_context *   stage_ctx;
     int32_t                 n_stages;  // 0 if resident; 2 let the next layer be copied while one computes
+    int32_t *               before;    // [n_slots] what lay in the slots before whole layers did; NULL: none do
+    const struct tsg_layer * held[TSG_MAX_STAGES];  // the layer that a stage holds for decode; NULL: prefill has used it
     ggml_backend_buffer_t   buffer;
     ggml_backend_buffer_t   stage_buffer;
     struct ggml_tensor *    slot[TSG_MAX_PARTS];   // [ne0, ne1, n_slots]
@@ -159,8 +165,8 @@ size_t          tsg_layer_expert_bytes(const struct tsg_layer * layer);  // payl
 void            tsg_pool_view(struct ggml_tensor * view, const struct ggml_tensor * tensor, int64_t first, int64_t n);  // experts [first, first + n)
 // Copies on a backend's stream; with backend NULL they are complete on return.
 void tsg_pool_load_slot(struct tsg_pool * pool, ggml_backend_t backend, const struct tsg_layer * layer, int32_t expert, int32_t slot);
-void tsg_pool_load_stage(struct tsg_pool * pool, ggml_backend_t backend, const struct tsg_layer * layer, int32_t expert);  // stage 0
-void tsg_pool_slot_to_stage(struct tsg_pool * pool, ggml_backend_t backend, int32_t slot, int32_t expert);                // stage 0
+void tsg_pool_load_stage(struct tsg_pool * pool, ggml_backend_t backend, const struct tsg_layer * layer, int32_t expert, int32_t stage);
+void tsg_pool_slot_to_stage(struct tsg_pool * pool, ggml_backend_t backend, int32_t slot, int32_t expert);  // stage 0
 
 // resident.c
 bool tsg_resident_init(struct tsg_pager * pager);  // false, and why in tsg_last_error(): stay host-driven
@@ -178,6 +184,15 @@ bool tsg_coexec_lost(const struct tsg_pager * pager);   // the CPU still compute
 void tsg_coexec_describe(struct tsg_pager * pager);     // writes coexec.text
 void tsg_coexec_free(struct tsg_pager * pager);
 void tsg_admit_settle(struct tsg_pager * pager);        // waits for copies on their way into slots; the pager is locked
+
+// layers.c: the pager is locked
+bool tsg_layers_place(struct tsg_pager * pager);                  // false, and why in tsg_last_error(): no memory, nothing changed
+void tsg_layers_release(struct tsg_pager * pager, bool restore);  // the slots page again; with what lay there before, if no kernel runs
+bool tsg_layers_are_placed(const struct tsg_pager * pager);       // graphs name slots that may mean other layers tomorrow: no uid for ggml-cuda
+void tsg_layers_count(const struct tsg_pager * pager, int32_t * on_device, int32_t * all);  // layers of pools that do not hold everything
+static inline bool tsg_layer_is_resident(const struct tsg_pager * pager, const struct tsg_layer * layer) {
+    return pager->pools[layer->pool].resident || layer->whole;
+}
 
 // engine.c
 struct tsg_engine * tsg_engine_new(struct tsg_pager * pager, ggml_backend_t inner);

@@ -1,6 +1,8 @@
 // pool.c - device memory of the slots, and the copies into it.
 #include "pager.h"
 
+#include <stdlib.h>
+
 size_t tsg_layer_expert_bytes(const struct tsg_layer * layer) {
     size_t bytes = 0;
     for (int32_t p = 0; p < layer->n_parts; p++) {
@@ -61,6 +63,8 @@ enum tsg_status tsg_pool_alloc(struct tsg_pager * pager, struct tsg_pool * pool)
 
 void tsg_pool_free(struct tsg_pool * pool) {
     tsg_slots_free(&pool->slots);
+    free(pool->before);
+    pool->before = NULL;
     ggml_backend_buffer_free(pool->buffer);
     ggml_backend_buffer_free(pool->stage_buffer);
     ggml_free(pool->ctx);
@@ -103,9 +107,9 @@ void tsg_pool_load_slot(struct tsg_pool * pool, ggml_backend_t backend, const st
     }
 }
 
-void tsg_pool_load_stage(struct tsg_pool * pool, ggml_backend_t backend, const struct tsg_layer * layer, int32_t expert) {
+void tsg_pool_load_stage(struct tsg_pool * pool, ggml_backend_t backend, const struct tsg_layer * layer, int32_t expert, int32_t stage) {
     for (int32_t p = 0; p < layer->n_parts; p++) {
-        copy_weight(pool, backend, pool->stage[0][p], &layer->weight[p], expert, expert);
+        copy_weight(pool, backend, pool->stage[stage][p], &layer->weight[p], expert, expert);
     }
 }
 

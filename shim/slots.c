@@ -8,6 +8,7 @@ bool tsg_slots_init(struct tsg_slots * slots, enum tsg_policy policy, int32_t n_
         .policy    = policy,
         .n_slots   = n_slots,
         .n_experts = n_experts,
+        .n_open    = n_slots,
         .clock     = 1,  // 0 is "never"
         .period    = (uint64_t) period,
         .slot_of   = malloc(sizeof(int32_t) * (size_t) n_experts),
@@ -75,7 +76,7 @@ static bool evictable(const struct tsg_slots * slots, int32_t slot) {
 // The `n` best victims in order as scored at tick `now`, in one pass over the slots. Returns how many there are.
 static int32_t find_victims(const struct tsg_slots * slots, int32_t n, bool free_only, uint64_t now, struct candidate * best) {
     int32_t found = 0;
-    for (int32_t s = 0; s < slots->n_slots && n > 0; s++) {
+    for (int32_t s = 0; s < slots->n_open && n > 0; s++) {
         const int32_t expert = slots->expert_in[s];
         if (!evictable(slots, s) || (free_only && expert >= 0)) {
             continue;
@@ -239,6 +240,20 @@ bool tsg_slots_admit(struct tsg_slots * slots, int32_t expert, bool earned, stru
 
 // ---- by hand ----
 
+void tsg_slots_clear(struct tsg_slots * slots, int32_t slot) {
+    if (slots->expert_in[slot] >= 0) {
+        unload(slots, slot);
+    }
+}
+
+void tsg_slots_put(struct tsg_slots * slots, int32_t expert, int32_t slot) {
+    struct tsg_counts uncounted = { 0 };
+    if (slots->slot_of[expert] >= 0) {
+        unload(slots, slots->slot_of[expert]);
+    }
+    load(slots, expert, slot, &uncounted);
+}
+
 void tsg_slots_fill(struct tsg_slots * slots) {
     for (int32_t e = 0; e < slots->n_experts; e++) {
         slots->slot_of[e]   = e;
@@ -264,12 +279,12 @@ bool tsg_slots_load(struct tsg_slots * slots, int32_t expert, struct tsg_load * 
 }
 
 bool tsg_slots_preload(struct tsg_slots * slots, int32_t expert, struct tsg_load * out) {
-    if (slots->slot_of[expert] >= 0 || slots->n_used == slots->n_slots) {
-        return false;
-    }
-    int32_t slot = slots->n_slots - 1;
-    while (slots->expert_in[slot] >= 0) {
+    int32_t slot = slots->n_open - 1;
+    while (slot >= 0 && slots->expert_in[slot] >= 0) {
         slot--;
+    }
+    if (slot < 0 || slots->slot_of[expert] >= 0) {
+        return false;
     }
     struct tsg_counts none = { 0 };  // nobody leaves
     load(slots, expert, slot, &none);
@@ -281,7 +296,7 @@ bool tsg_slots_pin(struct tsg_slots * slots, int32_t expert, int32_t keep_free) 
     if (slots->pinned[expert]) {
         return true;
     }
-    if (slots->slot_of[expert] < 0 || slots->n_slots - slots->n_pinned - 1 < keep_free) {
+    if (slots->slot_of[expert] < 0 || slots->n_open - slots->n_pinned - 1 < keep_free) {
         return false;
     }
     slots->pinned[expert] = true;
@@ -297,7 +312,7 @@ void tsg_slots_unpin(struct tsg_slots * slots, int32_t expert) {
 }
 
 bool tsg_slots_evict(struct tsg_slots * slots, int32_t expert) {
-    if (slots->pinned[expert]) {
+    if (slots->pinned[expert] || slots->slot_of[expert] >= slots->n_open) {
         return false;
     }
     if (slots->slot_of[expert] >= 0) {
@@ -318,6 +333,9 @@ void tsg_slots_set_policy(struct tsg_slots * slots, enum tsg_policy policy) {
 
 const char * tsg_slots_check(const struct tsg_slots * slots) {
     int32_t used = 0, pinned = 0, segment = 0;
+    if (slots->n_open < 0 || slots->n_open > slots->n_slots) {
+        return "more slots are kept for whole layers than there are";
+    }
     for (int32_t s = 0; s < slots->n_slots; s++) {
         const int32_t e = slots->expert_in[s];
         if (e < -1 || e >= slots->n_experts) {

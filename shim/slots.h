@@ -8,6 +8,7 @@ struct tsg_slots {
     enum tsg_policy policy;
     int32_t         n_slots;
     int32_t         n_experts;
+    int32_t         n_open;       // slots from here on hold whole layers: nobody enters or leaves; n_slots = none do
     int32_t         n_used;       // slots that hold an expert
     int32_t         n_pinned;
     int32_t         n_protected;  // SLRU
@@ -47,6 +48,10 @@ int32_t tsg_slots_acquire(struct tsg_slots * slots, const int32_t * experts, int
 // A miss of the step that was just acquired gets a slot. False, changing nothing, if there is no victim, or, if it must be `earned`, one that decode
 // wants at least as much. A free slot is nobody's.
 bool tsg_slots_admit(struct tsg_slots * slots, int32_t expert, bool earned, struct tsg_load * out, struct tsg_counts * counts);
+
+// Puts an expert into a slot, or empties one, whatever the policy says; it leaves where it lay. Not counted.
+void tsg_slots_put(struct tsg_slots * slots, int32_t expert, int32_t slot);
+void tsg_slots_clear(struct tsg_slots * slots, int32_t slot);
 
 // Every expert in the slot of its own number, in a pool with room for all.
 void tsg_slots_fill(struct tsg_slots * slots);

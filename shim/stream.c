@@ -63,6 +63,7 @@ static bool fill_stage(struct tsg_engine * e, const struct tsg_step * step, int 
                    !tsg_cuda_ok(cuda, cuda->stream_wait(e->side, free, 0), "cuStreamWaitEvent"))) {
         return false;
     }
+    pool->held[k] = NULL;
     const uint64_t before = counts->bytes_link;
     if (!throttle(e, true, 0)) {
         return false;
@@ -99,11 +100,12 @@ bool tsg_stream_can(const struct tsg_engine * e) {
     for (int i = 0; i < e->graph.n_steps; i++) {
         const struct tsg_step * step = &e->graph.steps[i];
         const struct tsg_pool * pool = &e->pager->pools[step->layer->pool];
-        if (!pool->resident && (pool->n_stages < 2 || pool->slots.n_used < pool->n_slots)) {
+        const bool resident = tsg_layer_is_resident(e->pager, step->layer);
+        if (!resident && (pool->n_stages < 2 || pool->slots.n_used < pool->n_slots)) {
             return false;
         }
         // a few tokens want few experts: cheaper to ask which
-        if (!pool->resident && ggml_nelements(step->ids) > 0 && step->ids->ne[1] > 1 && ggml_nelements(step->ids) < step->layer->n_expert) {
+        if (!resident && ggml_nelements(step->ids) > 0 && step->ids->ne[1] > 1 && ggml_nelements(step->ids) < step->layer->n_expert) {
             return false;
         }
     }
@@ -119,7 +121,7 @@ enum ggml_status tsg_stream_prefill(struct tsg_engine * e, struct ggml_cgraph * 
     }
     int done = 0, filled = 0, used = 0;  // steps whose copies were started, steps that computed
     for (int i = 0; i < n; i++) {
-        if (tsg_engine_pool(e, &steps[i])->resident) {
+        if (tsg_layer_is_resident(e->pager, steps[i].layer)) {
             if (!tsg_engine_use_resident(e, graph, &steps[i], counts)) {
                 return GGML_STATUS_ALLOC_FAILED;
             }
@@ -130,7 +132,7 @@ enum ggml_status tsg_stream_prefill(struct tsg_engine * e, struct ggml_cgraph * 
         }
         // copies for this step, if the last one did not start them, and for the next
         for (int j = i, ahead = 0; j < n && ahead < 2; j++) {
-            if (tsg_engine_pool(e, &steps[j])->resident || ggml_nelements(steps[j].ids) == 0) {
+            if (tsg_layer_is_resident(e->pager, steps[j].layer) || ggml_nelements(steps[j].ids) == 0) {
                 continue;
             }
             if (used + ahead >= filled) {

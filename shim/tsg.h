@@ -46,6 +46,7 @@ enum tsg_miss_mode {
     TSG_MISS_FETCH = 0,  // it is copied into a slot, and the device waits for it
     TSG_MISS_CPU   = 1,  // the CPU computes it where it lies
     TSG_MISS_SPLIT = 2,  // some are fetched and the CPU computes the others, so that both finish together
+    TSG_MISS_LAYERS = 3, // as llama.cpp's --n-cpu-moe: the last layers have all their experts on the device, the CPU computes those of the first
 };
 
 // How the device reads experts that are in no slot. What a rung cannot do the next one does.
@@ -207,6 +208,8 @@ void            tsg_pager_free(struct tsg_pager * pager);
 enum tsg_status tsg_pager_use_cpu(struct tsg_pager * pager, void * cpu_device, int32_t n_threads);
 enum tsg_status tsg_pager_set_miss(struct tsg_pager * pager, const struct tsg_miss * miss);
 const char *    tsg_pager_miss(struct tsg_pager * pager);  // what happens to misses and why, for people; valid while the pager is
+// Seconds that the CPU needs with so many threads for one expert out of the host pool, measured now, in some milliseconds; 0 if it cannot be.
+double          tsg_pager_cpu_seconds(struct tsg_pager * pager, void * cpu_device, int32_t n_threads);
 
 void * tsg_pager_device(struct tsg_pager * pager);       // ggml_backend_dev_t for llama_model_params.devices
 void * tsg_pager_buffer_type(struct tsg_pager * pager);  // ggml_backend_buffer_type_t for tensor_buft_overrides
@@ -220,7 +223,7 @@ enum tsg_status tsg_pager_set_policy(struct tsg_pager * pager, enum tsg_policy p
 enum tsg_status tsg_pager_check_integrity(struct tsg_pager * pager);
 
 // Takes the time of every layer of every decode graph, from zero; or no longer. The engine stays what it is; the host-driven one waits between the
-// stretches. A layer of a pool that holds everything has no stretches of its own: its time counts as the next one's attention. `layer` n_layers stands for
+// stretches. A layer all of whose experts stay on the device has no stretches of its own: its time counts as the next one's attention. `layer` n_layers stands for
 // what follows the last layer, in TSG_ATTENTION.
 enum tsg_status tsg_pager_set_profile(struct tsg_pager * pager, bool on);
 enum tsg_status tsg_pager_layer_time(struct tsg_pager * pager, int32_t layer, struct tsg_layer_time * out);

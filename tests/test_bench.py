@@ -19,11 +19,12 @@ from reshaped import dense
 from tinyserve_gguf import CapacityError, bench, load, placement, read_facts
 from tinyserve_gguf._shim import Device
 from tinyserve_gguf.bench import Bench
-from tinyserve_gguf.bench_baseline import full_bytes, resident_bytes
+from tinyserve_gguf.bench_baseline import full_bytes
 from tinyserve_gguf.bench_options import BenchOptions
 from tinyserve_gguf.bench_table import COLUMNS, Report, Row, as_csv, as_json, as_markdown
 from tinyserve_gguf.cli import bench as command
 from tinyserve_gguf.cli import main
+from tinyserve_gguf.miss_guard import resident_bytes
 
 ModelFile = Callable[..., Path]
 
@@ -50,8 +51,9 @@ def link(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Makes the CPU pass for a GPU with so much free memory."""
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], None]:
+    """Makes the CPU pass for a GPU with so much free memory. What --baseline keeps goes to `tmp_path`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def pretend(free: int) -> None:
         pick = placement.pick_device
@@ -252,7 +254,7 @@ def test_profile_is_printed_layer_by_layer(profiled: Report) -> None:
 # ---- llama.cpp beside a GPU -----------------------------------------------------------------------------------------------------------------
 
 
-def test_baseline_on_a_gpu(model_file: ModelFile, gpu: Callable[[int], None]) -> None:
+def test_baseline_on_a_gpu(model_file: ModelFile, gpu: Callable[[int], None], tmp_path: Path) -> None:
     path = model_file("gpt-oss", layers=6)
     gpu(64 << 30)
     result = run(path, *SMALL, "--expert-cache", "all,50%,8", "--policy", "lfru,lru", "--baseline", "--json")
@@ -270,6 +272,12 @@ def test_baseline_on_a_gpu(model_file: ModelFile, gpu: Callable[[int], None]) ->
         assert any(f"--n-cpu-moe {k} is llama.cpp's best at the device memory of expert cache {cache}" in note for note in report["notes"])
     assert all(row["device_bytes"] == 0 for row in report["rows"])  # what the pretended device says
     assert not any(row["all_resident"] for row in splits)
+    (kept,) = json.loads((tmp_path / "tinyserve-gguf" / "miss.json").read_text())["splits"].values()
+    decoded = [row for row in report["rows"] if row["n_cpu_moe"] and row["test"].startswith("tg")]
+    assert [(split["n_cpu_moe"], split["rate"], split["expert_bytes"]) for split in kept] == [
+        (row["n_cpu_moe"], row["rate"], row["expert_bytes"]) for row in decoded
+    ]
+    assert {row["depth"] for row in decoded} == {split["depth"] for split in kept}
 
 
 def test_baseline_that_does_not_fit(model_file: ModelFile, gpu: Callable[[int], None]) -> None:

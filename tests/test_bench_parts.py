@@ -15,11 +15,12 @@ import pytest
 from tinyserve_gguf import OptionError, load, placement, read_facts
 from tinyserve_gguf._llama import ContextOptions, NativeContext
 from tinyserve_gguf._shim import Counts, Device
-from tinyserve_gguf.bench_baseline import all_on_cpu, cpu_pattern, open_stock, resident_bytes, tightest_split
+from tinyserve_gguf.bench_baseline import cpu_pattern, open_stock
 from tinyserve_gguf.bench_measure import Case, Measured, Subject, TokenSource, measure, percentile, total
 from tinyserve_gguf.bench_needle import Needle, filler, hide, look
 from tinyserve_gguf.bench_options import BenchOptions
 from tinyserve_gguf.bench_table import Report, Row, as_markdown, bounds, guard_lines, measured_row, table, with_bounds
+from tinyserve_gguf.miss_guard import all_on_cpu, resident_bytes, tightest_split
 from tinyserve_gguf.sequence import TokenSequence
 from tinyserve_gguf.window import WindowCounts
 

@@ -14,6 +14,7 @@ from synthetic import MODELS, typed
 
 from tinyserve_gguf import Model, OptionError, load
 from tinyserve_gguf._shim import Miss
+from tinyserve_gguf.miss import LAYERS
 
 ModelFile = Callable[..., Path]
 
@@ -48,6 +49,9 @@ def test_every_architecture_and_split(model_file: ModelFile, name: str) -> None:
             rows.append(cpu_rows(model))
         assert rows[0] > 0
         assert rows[1] < rows[2] < rows[3]
+        for miss in (LAYERS, Miss("fetch"), Miss("layers")):
+            model._pager.set_miss(miss)  # type: ignore[union-attr]
+            assert paged(model, STEPS, BATCHES) == expected
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q4_K", "Q8_0", "MXFP4", "IQ4_NL", "NVFP4", "TQ2_0"])
@@ -79,9 +83,9 @@ def test_several_threads_on_both_sides(model_file: ModelFile) -> None:
 def test_a_value_that_would_be_ignored_is_refused(model_file: ModelFile, tmp_path: Path) -> None:
     path = model_file("mixtral")
     for options, message in (
-        ({"miss": "guess"}, "--miss is one of fetch, cpu, split"),
-        ({"miss_admit": 4}, "--miss-admit is for --miss cpu, split or auto"),
-        ({"miss_threads": 1}, "--miss-threads is for --miss cpu, split or auto"),
+        ({"miss": "guess"}, "--miss is one of fetch, cpu, split, layers"),
+        ({"miss_admit": 4}, "--miss-admit is for --miss cpu, split, layers or auto"),
+        ({"miss_threads": 1}, "--miss-threads is for --miss cpu, split, layers or auto"),
         ({"miss": "cpu", "miss_admit": -1}, "--miss-admit is 0 or more"),
         ({"miss": "cpu", "miss_threads": 0}, "--miss-threads is 1 or more"),
         ({"miss": "cpu", "engine": "device"}, "the device engine fetches every miss"),

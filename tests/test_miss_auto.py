@@ -13,32 +13,39 @@ from processes import cli
 
 from tinyserve_gguf import OptionError, Sampling, load
 from tinyserve_gguf._shim import Miss
-from tinyserve_gguf.miss import candidates
+from tinyserve_gguf.miss import LAYERS, candidates
 from tinyserve_gguf.miss_auto import LASTING, MARGIN, TURN, WARM, WARM_MOST, WINDOW, Choice, Tuner, label
-from tinyserve_gguf.miss_memory import recall, remember
+from tinyserve_gguf.miss_guard import Costs, Decoded, MeasuredSplit, Split
+from tinyserve_gguf.miss_memory import recall, recall_splits, remember, remember_splits
 
 ModelFile = Callable[..., Path]
 WAYS = candidates(10e9)
 FETCH, FIRST, *_ = WAYS
+LINK = 1e9  # bytes per second
+BYTES = 200_000_000  # a token, over the link: 0.2 s
+ROWS, ROW_NS, WAIT_NS = 10, 20_000_000, 100_000_000  # a token, where the CPU computes misses
 
 
 class World:
     """Where every way takes its time for a token, in seconds, and hits so often."""
 
-    def __init__(self, times: dict[str, float], remembered: Choice | None = None) -> None:
+    def __init__(self, times: dict[str, float], remembered: Choice | None = None, rival: Split | None = None) -> None:
         self.times, self.hit_rate, self.able = times, 0.7, True
         self.used: list[str] = []  # of every token
         self.kept: list[Choice] = []
-        self.hits = self.lookups = 0
+        self.seen = Decoded()
+        self.asked: list[Costs] = []  # what the guard knew
         self.now = FETCH
         self.noise = itertools.cycle((0.99, 1.0, 1.01, 1.6))  # now and then a token takes long
         self.tuner = Tuner(
             WAYS,
             switch=lambda miss: setattr(self, "now", miss),
             able=lambda: self.able,
-            counts=lambda: (self.hits, self.lookups),
+            counts=lambda: self.seen,
             chosen=self.kept.append,
             remembered=remembered,
+            rival=lambda found: self.asked.append(found) or rival,
+            link_rate=LINK,
         )
 
     def decode(self, n: int) -> float:
@@ -46,8 +53,9 @@ class World:
         total = 0.0
         for _ in range(n):
             self.used.append(label(self.now))
-            self.lookups += 100
-            self.hits += round(100 * self.hit_rate)
+            fetch = self.now.mode == "fetch"
+            more = (round(100 * self.hit_rate), 100, *((BYTES, 0, 0, 0) if fetch else (0, ROWS, ROWS * ROW_NS, WAIT_NS)))
+            self.seen = Decoded(*(a + b for a, b in zip(self.seen, more, strict=True)))
             seconds = self.times.get(label(self.now), 1.0) * next(self.noise)
             self.tuner.step(seconds)
             total += seconds
@@ -142,6 +150,51 @@ def test_a_model_whose_misses_the_cpu_cannot_compute() -> None:
     assert not world.kept
 
 
+# ---- the guard ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["measured", "estimated"])
+def test_the_placement_of_a_faster_split_takes_a_turn_and_stays(how: str) -> None:
+    world = World(times(1, 0.9, 1.1, 1.1) | {label(LAYERS): 0.6}, rival=Split(4, 1.6, how))
+    world.decode(400)
+    assert world.now == LAYERS
+    (choice,) = world.kept
+    assert (choice.miss, choice.rival) == (LAYERS, f"llama.cpp's --n-cpu-moe 4 (1.6 tok/s, {how})")
+    first, second = world.tuner.take_notes()
+    assert first == f"misses: {choice.line()}"
+    assert first.startswith("misses: whole layers is fastest here; tok/s: 1.0 (fetch), ")
+    assert second == (
+        f"misses: llama.cpp's --n-cpu-moe 4 (1.6 tok/s, {how}) against 1.1 (cpu, 1 in 4 enters the cache): "
+        "the placement is that split from now on, 1.7 tok/s here"
+    )
+
+
+def test_a_split_that_is_slower_than_it_seemed_goes_again() -> None:
+    world = World(times(1, 0.9, 1.1, 1.1) | {label(LAYERS): 2.0}, rival=Split(4, 1.6, "estimated"))
+    world.decode(400)
+    assert world.now == FIRST
+    assert world.used.count(label(LAYERS)) < TURN  # it left early
+    assert world.tuner.take_notes()[1].endswith("its placement was tried and gave 0.5 tok/s here, so it is not kept")
+    assert world.kept[0].figures[label(LAYERS)] == pytest.approx(0.5, rel=0.02)
+
+
+@pytest.mark.parametrize(("rate", "how", "tried"), [(1.04, "measured", True), (1.01, "measured", False), (1.08, "estimated", False)])
+def test_a_split_must_be_faster_by_a_margin(rate: float, how: str, tried: bool) -> None:
+    world = World(times(1, 1.2, 1.2, 1.2) | {label(LAYERS): 0.5}, rival=Split(4, rate, how))
+    world.decode(400)
+    assert (label(LAYERS) in world.used) == tried
+    assert len(world.tuner.take_notes()) == 1 + tried
+    assert world.kept[0].rival == f"llama.cpp's --n-cpu-moe 4 ({rate:.1f} tok/s, {how})"
+
+
+def test_the_guard_knows_what_the_tokens_told() -> None:
+    world = World(times(1, 1.2, 1.2, 1.2))
+    world.decode(400)
+    (found,) = world.asked
+    assert found.device == pytest.approx(1 - BYTES / LINK, rel=0.02)  # a token of fetching, less its copies
+    assert found.row == pytest.approx(ROW_NS / 1e9)
+
+
 # ---- memory ---------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -154,6 +207,20 @@ def test_a_choice_is_remembered_by_situation(tmp_path: Path) -> None:
     assert recall(path, "there") == (Choice(FETCH, {}), None)
     assert recall(path, "elsewhere") == (None, None)
     assert [file.name for file in path.parent.iterdir()] == ["miss.json"]
+
+
+def test_speeds_of_llama_cpp_are_kept_beside_choices(tmp_path: Path) -> None:
+    path, choice = tmp_path / "miss.json", Choice(LAYERS, {"whole layers": 3.0}, "llama.cpp's --n-cpu-moe 4 (3.0 tok/s, measured)")
+    old, new, other = MeasuredSplit(4, 50.0, 100, 8, 0), MeasuredSplit(4, 55.0, 100, 8, 0, 13.8), MeasuredSplit(6, 40.0, 50, 8, 0)
+    assert recall_splits(path, "here") == ([], None)
+    assert remember_splits(path, "here", [old, other]) is None
+    assert remember(path, "situation", choice) is None
+    assert remember_splits(path, "here", [new]) is None
+    assert recall_splits(path, "here") == ([new, other], None)
+    assert recall(path, "situation") == (choice, None)
+    path.write_text('{"version": 1, "choices": {}, "splits": {"here": [{"n_cpu_moe": 1}]}}')
+    splits, line = recall_splits(path, "here")
+    assert (splits, line is not None and line.startswith("misses: what was measured of llama.cpp, in ")) == ([], True)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,10 @@ FOREIGN_FLAGS = {"-m", "--n-cpu-moe", "--no-binary", "--force-reinstall", "--no-
 FOREIGN_PROGRAMS = {"git", "ollama", "python3", ".venv/bin/pip"}
 SCRIPTS = (
     "scripts/fuzz",
+    "scripts/admission-gain",
     "scripts/gpu-check",
     "scripts/gpu-kernels",
+    "scripts/gpu-miss",
     "scripts/proxy-cost",
     "scripts/make_model.py",
     "scripts/test",

@@ -20,7 +20,7 @@ from tinyserve_gguf import _llama
 from tinyserve_gguf.choices import ENGINES, POLICIES
 from tinyserve_gguf.errors import AbiMismatchError, CapacityError, EngineError, ModelFileError, OptionError, TinyserveError
 
-MISS_MODES = ("fetch", "cpu", "split")  # in the order of enum tsg_miss_mode
+MISS_MODES = ("fetch", "cpu", "split", "layers")  # in the order of enum tsg_miss_mode
 HOST_RUNGS = ("none", "mapped", "pinned", "pageable")  # in the order of enum tsg_host_rung
 _REPAIR = "run: pip install --force-reinstall --no-cache-dir tinyserve-gguf"
 
@@ -114,6 +114,11 @@ def devices() -> list[Device]:
             )
         )
     return found
+
+
+def cpu_device() -> Device:
+    """The CPU as a ggml device."""
+    return next(device for device in devices() if device.is_cpu)
 
 
 # ---- counters -------------------------------------------------------------------------------------------------------------------------------
@@ -301,15 +306,19 @@ class Pager:
             raise raised[0]
         _check(status)
 
-    def use_cpu(self, cpu: Device, n_threads: int) -> None:
+    def use_cpu(self, n_threads: int) -> None:
         """Let the CPU compute misses, with so many threads. Before `commit`."""
-        _check(_lib.tsg_pager_use_cpu(self._pager, _ffi.cast("void *", cpu.handle), n_threads))
+        _check(_lib.tsg_pager_use_cpu(self._pager, _ffi.cast("void *", cpu_device().handle), n_threads))
 
     def set_miss(self, miss: Miss) -> None:
         """What to do with misses from now on. EngineError for the CPU's part without `use_cpu`, or before `ready`."""
         rates = {"link_rate": miss.link_rate, "cpu_rate": miss.cpu_rate}
         options = {"mode": MISS_MODES.index(miss.mode), "every": miss.every} | rates
         _check(_lib.tsg_pager_set_miss(self._pager, _ffi.new("struct tsg_miss *", options)))
+
+    def cpu_seconds(self, n_threads: int) -> float:
+        """Seconds that the CPU needs for one expert out of the host pool, measured now, which takes some milliseconds; 0 if it cannot be measured."""
+        return float(_lib.tsg_pager_cpu_seconds(self._pager, _ffi.cast("void *", cpu_device().handle), n_threads))
 
     @property
     def miss(self) -> str:

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from tinyserve_gguf import bench_profile, bench_start
 from tinyserve_gguf._llama import ContextOptions, NativeContext, NativeModel, ggml_version
 from tinyserve_gguf._shim import PagerStats
-from tinyserve_gguf.bench_baseline import all_on_cpu, full_bytes, label, open_stock, resident_bytes, tightest_split
+from tinyserve_gguf.bench_baseline import full_bytes, label, open_stock
 from tinyserve_gguf.bench_measure import Subject, TokenSource, measure
 from tinyserve_gguf.bench_needle import Needle, hide, look
 from tinyserve_gguf.bench_options import BenchOptions, Run, Watch
@@ -24,6 +24,9 @@ from tinyserve_gguf.errors import CapacityError, ModelFileError, OptionError, Ti
 from tinyserve_gguf.facts import read_facts
 from tinyserve_gguf.hot_list import HotList
 from tinyserve_gguf.miss import MissOptions
+from tinyserve_gguf.miss_guard import MeasuredSplit, all_on_cpu, resident_bytes, tightest_split
+from tinyserve_gguf.miss_memory import memory_path, remember_splits
+from tinyserve_gguf.miss_tuning import file_key
 from tinyserve_gguf.model import Model, load
 from tinyserve_gguf.needs import Setting, compute_bytes
 from tinyserve_gguf.placement import default_threads, pick_device, plan_for
@@ -31,6 +34,8 @@ from tinyserve_gguf.plan import GIB, DeviceFacts
 from tinyserve_gguf.planner import pick_ubatch
 from tinyserve_gguf.sequence import TokenSequence
 from tinyserve_gguf.window import Rolling, Window, WindowCounts
+
+ADMIT = ("cpu", "split", "layers")  # ways in which misses enter the pool at a rate that can be chosen
 
 
 class Bench:
@@ -72,12 +77,12 @@ class Bench:
         """The ways to handle misses, each with every rate of admission where that applies."""
         options, found = self.options, list[MissOptions]()
         for mode in dict.fromkeys(options.misses):
-            rates = dict.fromkeys(options.miss_admits) if mode in ("cpu", "split") and options.miss_admits else (None,)
+            rates = dict.fromkeys(options.miss_admits) if mode in ADMIT and options.miss_admits else (None,)
             found += [MissOptions(mode, every, options.miss_threads if mode != "fetch" else None) for every in rates]
-        if not any(miss.mode in ("cpu", "split") for miss in found) and options.miss_admits:
-            raise OptionError("--miss-admit is for --miss cpu or split: with fetch the CPU computes no expert, and auto tries several rates")
+        if not any(miss.mode in ADMIT for miss in found) and options.miss_admits:
+            raise OptionError("--miss-admit is for --miss cpu, split or layers: with fetch the CPU computes no expert, and auto tries several rates")
         if not any(miss.uses_cpu for miss in found) and options.miss_threads:
-            raise OptionError("--miss-threads is for --miss cpu, split or auto: with fetch the CPU computes no expert")
+            raise OptionError("--miss-threads is for --miss cpu, split, layers or auto: with fetch the CPU computes no expert")
         return found
 
     def _plan_runs(self) -> list[Run]:
@@ -302,6 +307,17 @@ class Bench:
                 self._run_stock(k)
             else:
                 self.notes.append(f"llama.cpp's best at the device memory of {names} is {label(self.facts, k, self.device)!r}")
+        self._remember_splits()
+
+    def _remember_splits(self) -> None:
+        """Keep what llama.cpp's splits reached in decode, for the guard of `--miss auto`."""
+        splits = [
+            MeasuredSplit(row.n_cpu_moe, row.rate, row.expert_bytes or 0, self._threads, row.depth or 0, self.options.link_gbps)
+            for row in self.rows
+            if row.runner == "llama.cpp" and row.n_cpu_moe and row.rate and (row.test or "").startswith("tg")
+        ]
+        trouble = remember_splits(memory_path(), file_key(self.facts, self.device), splits) if splits else None
+        self.notes += [trouble] if trouble else []
 
     def _run_stock(self, n_cpu_moe: int) -> None:
         options, name = self.options, label(self.facts, n_cpu_moe, self.device)

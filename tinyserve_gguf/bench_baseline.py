@@ -9,25 +9,10 @@ from tinyserve_gguf import _llama
 from tinyserve_gguf._llama import NativeModel, Offload
 from tinyserve_gguf._shim import Device
 from tinyserve_gguf.facts import ModelFacts
+from tinyserve_gguf.miss_guard import all_on_cpu
 from tinyserve_gguf.needs import context_bytes, weight_bytes
 
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # LLM_FFN_EXPS_REGEX of llama.cpp; biases go along with their weights
-
-
-def all_on_cpu(facts: ModelFacts) -> int:
-    """The least K with which `--n-cpu-moe K` leaves no expert on the device."""
-    return max((layer.block + 1 for layer in facts.expert_layers), default=0)
-
-
-def resident_bytes(facts: ModelFacts, n_cpu_moe: int) -> int:
-    """Device memory of the experts that `--n-cpu-moe` leaves there."""
-    return sum(layer.n_bytes for layer in facts.expert_layers if layer.block >= n_cpu_moe)
-
-
-def tightest_split(facts: ModelFacts, budget: int) -> int:
-    """The least K whose experts on the device take no more than `budget` bytes: the fastest, because every block left on the device is one that the
-    CPU does not compute."""
-    return next(k for k in range(all_on_cpu(facts) + 1) if resident_bytes(facts, k) <= budget)
 
 
 def cpu_pattern(facts: ModelFacts, n_cpu_moe: int) -> str:

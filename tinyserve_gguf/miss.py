@@ -1,4 +1,4 @@
-"""What happens to experts that decode misses: fetched into a slot, computed by the CPU where they lie, or some of both."""
+"""What happens to experts that decode misses: fetched into a slot, computed by the CPU where they lie, some of both, or by whole layers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class MissOptions:
             if value is not None and value < least:
                 raise OptionError(f"{name} is {least} or more, not {value}")
             if value is not None and not self.uses_cpu:
-                raise OptionError(f"{name} is for --miss cpu, split or auto: with fetch the CPU computes no expert")
+                raise OptionError(f"{name} is for --miss cpu, split, layers or auto: with fetch the CPU computes no expert")
         if self.mode == "auto" and self.every is not None:
-            raise OptionError("--miss auto tries rates of admission by itself: leave --miss-admit out, or choose --miss cpu or split")
+            raise OptionError("--miss auto tries rates of admission by itself: leave --miss-admit out, or choose --miss cpu, split or layers")
 
     @property
     def uses_cpu(self) -> bool:
@@ -48,6 +48,9 @@ class MissOptions:
             return Miss()
         every = EVERY if self.every is None else self.every
         return Miss(self.mode, every=every, link_rate=link_rate() if self.mode == "split" else 0.0)
+
+
+LAYERS = Miss("layers", every=EVERY)  # what the guard of auto falls back on
 
 
 def candidates(link_rate: float) -> list[Miss]:

@@ -3,6 +3,9 @@
 The candidates take turns. Each turn begins with tokens that are not counted, while experts and kernels settle. Who is clearly slower than the best
 so far leaves after a few tokens, and of the ways that use the CPU the first stands for all: where it is clearly too slow the others are not tried.
 Whoever is left takes a second turn, which decides. Fetching gives the bits of llama.cpp, so another way must be faster by a margin.
+
+Then the guard: if llama.cpp's own split of the same memory would be faster than the best of them, as measured or estimated, its placement takes
+a turn too, and stays only if that is true.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from tinyserve_gguf._shim import Miss
+from tinyserve_gguf.miss import LAYERS
+from tinyserve_gguf.miss_guard import Costs, Decoded, Split, costs
 
 WARM = 16  # tokens: the first turn waits until the hit rate rises by less than STEADY from one such stretch to the next,
 STEADY = 0.02
@@ -33,19 +38,28 @@ def label(miss: Miss) -> str:
     """The way in a few words."""
     if miss.mode == "fetch":
         return "fetch"
+    if miss.mode == "layers":
+        return "whole layers"
     return f"{miss.mode}, 1 in {miss.every} enters the cache" if miss.every else f"{miss.mode}, none enters the cache"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen. `figures`: tokens per second of every candidate that was tried, by label; of those that left early as far as they came."""
+    """What was chosen. `figures`: tokens per second of every candidate that was tried, by label; of those that left early as far as they came.
+    `rival`: what was known of llama.cpp's own split, for people."""
 
     miss: Miss
     figures: dict[str, float]
+    rival: str = ""
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, when it was chosen; 0 if that is not known."""
+        return self.figures.get(label(self.miss), 0.0)
 
     def line(self) -> str:
         tried = ", ".join(f"{rate:.1f} ({name})" for name, rate in self.figures.items())
-        return f"{label(self.miss)} is fastest here; tok/s: {tried}"
+        return f"{label(self.miss)} is fastest here; tok/s: {tried}" + (f"; {self.rival}" if self.rival else "")
 
 
 @dataclass(slots=True)
@@ -53,6 +67,7 @@ class _Turn:
     """One candidate's."""
 
     miss: Miss
+    before: Decoded
     times: list[float] = field(default_factory=list)  # seconds of all its tokens
 
     @property
@@ -63,8 +78,9 @@ class _Turn:
 class Tuner:
     """Hears of every decoded token, and switches.
 
-    `switch` puts a way to work. `able` is False once it is known that the CPU cannot compute the misses of this model. `counts` gives hits and
-    lookups of decode so far. `candidates` begin with fetching. With `remembered`, nothing is tried until speed or hit rate has shifted.
+    `switch` puts a way to work. `able` is False once it is known that the CPU cannot compute the misses of this model. `counts` gives the counters of
+    decode so far. `candidates` begin with fetching. With `remembered`, nothing is tried until speed or hit rate has shifted. `rival` gives
+    llama.cpp's own split at the costs that were measured, `link_rate` is in bytes per second.
     """
 
     def __init__(
@@ -73,11 +89,14 @@ class Tuner:
         *,
         switch: Callable[[Miss], None],
         able: Callable[[], bool],
-        counts: Callable[[], tuple[int, int]],
+        counts: Callable[[], Decoded],
         chosen: Callable[[Choice], None],
         remembered: Choice | None = None,
+        rival: Callable[[Costs], Split | None] = lambda _costs: None,
+        link_rate: float = 0.0,
     ) -> None:
         self._candidates = tuple(candidates)
+        self._ask_rival, self._link_rate = rival, link_rate
         self._switch, self._able, self._counts, self._chosen = switch, able, counts, chosen
         self.choice = remembered
         self.ended = False  # there is nothing to choose
@@ -111,14 +130,16 @@ class Tuner:
         self._warming, self._warmed, self._before, self._rate = cold, 0, self._counts(), -1.0
         self._round = 1
         self._results: dict[str, float] = {}  # label -> median seconds a token, of its latest turn
+        self._costs = Costs()
+        self._rival: Split | None = None
         self._queue = list(self._candidates)
         self._next()
 
     def _hit_rate(self) -> float:
         """Since the last call."""
-        (hits, lookups), (hits_before, lookups_before) = self._counts(), self._before
-        self._before = (hits, lookups)
-        return (hits - hits_before) / (lookups - lookups_before) if lookups > lookups_before else 0.0
+        now = self._counts()
+        seen, self._before = now.since(self._before), now
+        return seen.hits / seen.lookups if seen.lookups > 0 else 0.0
 
     def _warm_up(self) -> None:
         self._warmed += 1
@@ -126,9 +147,10 @@ class Tuner:
             rate, before = self._hit_rate(), self._rate
             self._rate = rate
             self._warming = self._warmed < WARM_MOST and (before < 0 or rate - before >= STEADY)
+            self._turn.before = self._before  # the first turn begins when this ends
 
     def _next(self) -> None:
-        self._turn = _Turn(self._queue.pop(0))
+        self._turn = _Turn(self._queue.pop(0), self._counts())
         self._switch(self._turn.miss)
 
     def _try(self, seconds: float) -> None:
@@ -143,6 +165,9 @@ class Tuner:
         if not enough and not slow:
             return
         self._results[label(turn.miss)] = median(turn.counted)
+        if turn.miss != LAYERS:
+            seen = self._counts().since(turn.before)
+            self._costs = self._costs.best(costs(turn.miss.mode, median(turn.counted), seen, len(turn.times), self._link_rate))
         if turn.miss == self._candidates[1] and median(turn.counted) > HOPELESS * min(others):
             self._queue.clear()
         if self._queue:
@@ -163,14 +188,33 @@ class Tuner:
         best = min(self._results.values())
         return [miss for miss in reversed(self._candidates) if self._results.get(label(miss), best * 2 * CLOSE) <= CLOSE * best]
 
+    def _best(self, tried: Sequence[Miss]) -> Miss:
+        return min(tried, key=lambda miss: self._results[label(miss)] * (1 if miss.mode == "fetch" else MARGIN))
+
     def _decide(self) -> None:
-        tried = [miss for miss in self._candidates if label(miss) in self._results]
-        best = min(tried, key=lambda miss: self._results[label(miss)] * (1 if miss.mode == "fetch" else MARGIN))
-        self.choice = Choice(best, {label(miss): 1 / self._results[label(miss)] for miss in tried})
+        tried = [miss for miss in (*self._candidates, LAYERS) if label(miss) in self._results]
+        best = self._best(tried)
+        if LAYERS not in tried:
+            self._rival = self._ask_rival(self._costs)
+            if self._rival and self._rival.beats(1 / self._results[label(best)]):
+                self._queue = [LAYERS]
+                self._next()
+                return
+        self.choice = Choice(best, {label(miss): 1 / self._results[label(miss)] for miss in tried}, str(self._rival or ""))
         self._switch(best)
         self._forget()
         self._notes.append(f"misses: {self.choice.line()}")
+        if LAYERS in tried:
+            self._notes.append(self._verdict(self._best([miss for miss in tried if miss != LAYERS])))
         self._chosen(self.choice)
+
+    def _verdict(self, other: Miss) -> str:
+        """What became of the guard's turn. `other`: the best without it."""
+        stays, rate = self.choice and self.choice.miss == LAYERS, 1 / self._results[label(LAYERS)]
+        begin = f"misses: {self._rival} against {1 / self._results[label(other)]:.1f} ({label(other)}):"
+        if stays:
+            return f"{begin} the placement is that split from now on, {rate:.1f} tok/s here"
+        return f"{begin} its placement was tried and gave {rate:.1f} tok/s here, so it is not kept"
 
     # ---- watching ----
 

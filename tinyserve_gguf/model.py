@@ -17,7 +17,7 @@ from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, Op
 from tinyserve_gguf.experts import Experts
 from tinyserve_gguf.facts import ExpertLayer, PartFacts, TensorFacts, read_facts
 from tinyserve_gguf.miss import MissOptions
-from tinyserve_gguf.miss_tuning import Tuning
+from tinyserve_gguf.miss_tuning import Tuning, Watching, watcher
 from tinyserve_gguf.placement import default_threads, plan_for
 from tinyserve_gguf.plan import Budget, Plan
 from tinyserve_gguf.progress import LoadProgress
@@ -81,8 +81,8 @@ def load(
         engine: "auto", "host" (the host reads the router's choice once a layer) or "device" (one CUDA graph a token; an error where that cannot be).
         link_gbps: slow the host-to-device link down to so many GB/s, for what-if runs on the device engine.
         miss: what happens to misses of decode: "fetch" them, let the "cpu" compute them where they lie, "split" them so that link and CPU finish
-            together, or "auto": try all of that on the first tokens and go on with the fastest. On a GPU the CPU's part rounds differently from
-            llama.cpp on that GPU.
+            together, keep whole "layers" on the device and let the CPU compute the others, as llama.cpp's --n-cpu-moe does, or "auto": try all of
+            that on the first tokens and go on with the fastest. On a GPU the CPU's part rounds differently from llama.cpp on that GPU.
         miss_admit: of the misses that the CPU computes at most one in so many enters the pool, in the background; 0 for none, by default 4.
         miss_threads: threads that compute them; by default `n_threads`, with one core left to the thread that drives the device.
         miss_remember: "auto" keeps its choice in the user's cache directory, and uses one that is kept there.
@@ -136,7 +136,7 @@ class Model:
         self._own: Session | None = None  # that of generate()
         self._formatter: Callable[[list[dict[str, str]]], str] | None = None
         self._closed_windows, self._windows_before = WindowCounts(), WindowCounts()  # of closed sessions; at the last reset of the counters
-        self._tuning: Tuning | None = None  # --miss auto
+        self._watch: Tuning | Watching | None = None  # hears of every decoded token: --miss auto, or the guard of another way
         self._warm: WarmStart | None = None
         self._keeps_warm = warm
         try:
@@ -160,7 +160,7 @@ class Model:
                     parts = [self._part(part) for part in layer.parts]
                     layers[layer.block, layer.family] = self._pager.add_layer(index, layer.n_expert, layer.n_used, parts), layer
             if misses.threads:
-                self._pager.use_cpu(next(device for device in _shim.devices() if device.is_cpu), misses.threads)
+                self._pager.use_cpu(misses.threads)
             self._pager.set_host_limit(self.plan.host.limit)
             self._pager.commit()
             offload = self._pager.offload(EXPERT_PATTERN)
@@ -181,11 +181,9 @@ class Model:
                 self._warm.fill_from_file(stage.part(0.9, 1))
             if link_gbps is not None:
                 self._pager.set_link(link_gbps * 1e9)
-            if misses.uses_cpu:
-                if misses.mode != "auto":
-                    self._pager.set_miss(misses.resolve(lambda: link_gbps * 1e9 if link_gbps else self._device.link_rate()))
-                elif not self._pager.stats().all_resident:
-                    self._tuning = Tuning(self._pager, misses, self.facts, self._device, engine, link_gbps)
+            if misses.uses_cpu and misses.mode != "auto":
+                self._pager.set_miss(misses.resolve(lambda: link_gbps * 1e9 if link_gbps else self._device.link_rate()))
+            self._watch = watcher(self._pager, misses, self.facts, self._device, engine, link_gbps, self.context.options.n_threads)
         elif link_gbps is not None or engine != "auto" or misses.uses_cpu:
             raise OptionError(f"{self.facts.name} is dense: there is no expert engine to choose, no link to slow down and no expert to miss")
 
@@ -276,16 +274,16 @@ class Model:
         """What happens to misses of decode, and why, for people."""
         if self._pager is None:
             return "none, nothing is paged"
-        return self._tuning.text if self._tuning else self._pager.miss
+        return self._watch.text if self._watch else self._pager.miss
 
     def decoded(self, seconds: float) -> None:
-        """Tell `--miss auto` how long a token took. Sessions do; who decodes by himself must."""
-        if self._tuning:
-            self._tuning.decoded(seconds)
+        """Tell `--miss auto`, or the guard of another way, how long a token took. Sessions do; who decodes by himself must."""
+        if self._watch:
+            self._watch.decoded(seconds)
 
     def take_notes(self) -> list[str]:
-        """What `--miss auto` found out since the last call, for people."""
-        return self._tuning.take_notes() if self._tuning else []
+        """What they found out since the last call, for people."""
+        return self._watch.take_notes() if self._watch else []
 
     @property
     def host_pool(self) -> str:

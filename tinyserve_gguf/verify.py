@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from tinyserve_gguf import _llama, verify_logits
 from tinyserve_gguf._shim import Device
-from tinyserve_gguf.bench_baseline import all_on_cpu, open_stock
+from tinyserve_gguf.bench_baseline import open_stock
 from tinyserve_gguf.errors import EngineError, OptionError
 from tinyserve_gguf.facts import ExpertLayer, ModelFacts, read_facts
+from tinyserve_gguf.miss_guard import all_on_cpu
 from tinyserve_gguf.model import Model, load
 from tinyserve_gguf.needs import context_bytes, weight_bytes
 from tinyserve_gguf.placement import default_threads, pick_device, plan_for

@@ -203,6 +203,164 @@ static void a_run_repeats(void) {
     }
 }
 
+// ---- whole layers ----
+
+static const struct tsg_miss layers = { .mode = TSG_MISS_LAYERS };
+
+// Which layers lie whole in slots, and which one decode computes from the prefill stage, as digits: 0 neither, 1 whole, 2 stage.
+static int placement(const struct rig * rig) {
+    int digits = 0;
+    for (int32_t i = 0; i < rig->spec.n_layers; i++) {
+        const struct tsg_layer * layer = rig->pager->layers[i];
+        digits = 10 * digits + (layer->whole ? 1 : layer->stage >= 0 ? 2 : 0);
+    }
+    return digits;
+}
+
+static void whole_layers_are_the_last_that_fit(void) {
+    const int expected[] = { 2, 21, 21, 211, 211 };  // of 3 layers of 8: no slot left over, some, ...
+    for (int64_t n_slots = 4; n_slots <= 20; n_slots += 4) {
+        struct spec spec = small;
+        spec.n_layers    = 3;
+        spec.n_expert[2] = 8;
+        spec.n_slots     = n_slots;
+        struct rig rig   = open_with_cpu(&spec, &layers);
+        CHECK(placement(&rig) == expected[n_slots / 4 - 1]);
+        compare_decode(&rig, 24, 1);
+        const struct tsg_counts c = decode_counts(&rig);
+        CHECK(c.admitted == 0 && (c.cpu_rows > 0) == (placement(&rig) < 211));
+        CHECK(c.cpu_rows == 0 || c.misses > 0);
+        rig_close(&rig);
+    }
+}
+
+static void whole_layers_in_two_pools_of_unequal_layers(void) {
+    const struct spec spec = { .type = GGML_TYPE_Q8_0, .tables = true, .pools = true, .n_layers = 4, .n_expert = { 8, 5, 6, 12 }, .n_used = 2,
+                               .n_slots = 13 };
+    struct rig rig = open_with_cpu(&spec, &(struct tsg_miss) { .mode = TSG_MISS_LAYERS, .every = 1 });
+    CHECK(placement(&rig) == 2211);  // slots are left over in both pools
+    compare_decode(&rig, 24, 1);
+    CHECK(decode_counts(&rig).admitted == 0);  // the stages have what is left
+    rig_close(&rig);
+}
+
+static void slots_left_over_are_a_cache(void) {
+    struct spec spec = small;
+    spec.n_layers    = 3;
+    spec.n_expert[2] = 8;
+    spec.n_slots     = 12;
+    struct rig rig   = open_with_cpu(&spec, &(struct tsg_miss) { .mode = TSG_MISS_LAYERS, .every = 1 });
+    compare_decode(&rig, 40, 1);
+    const struct tsg_counts c = decode_counts(&rig);
+    CHECK(placement(&rig) == 21 && c.admitted > 0 && c.cpu_rows > 0);
+    rig_check_slots(&rig);
+    rig_close(&rig);
+}
+
+// A prompt through the stage takes it from the layer that decode computes there, and the next token brings that back.
+static void prompts_between_tokens_of_whole_layers(void) {
+    struct rig rig = open_with_cpu(&small, &layers);
+    CHECK(placement(&rig) == 2);  // 6 slots for layers of 8
+    const struct tsg_pool * pool = &rig.pager->pools[0];
+    for (uint64_t i = 0; i < 6; i++) {
+        compare_decode(&rig, 4, 1 + i);
+        CHECK(pool->held[0] == rig.pager->layers[1]);
+        const uint64_t bytes = decode_counts(&rig).bytes_link;
+        compare_decode(&rig, 4, 100 + i);
+        CHECK(decode_counts(&rig).bytes_link == bytes);
+        rig_compare_random(&rig, rig.paged.backend, 40, i);
+        CHECK(pool->held[0] == NULL);
+    }
+    rig_close(&rig);
+}
+
+// On a GPU eight tokens of MXFP4 go neither through slots nor to the CPU: a layer takes the stage within the graph whose next layer is computed from it.
+static void a_stage_is_used_twice_in_a_graph(void) {
+    struct spec spec = small;
+    spec.type        = GGML_TYPE_MXFP4;
+    struct rig rig   = open_with_cpu(&spec, &layers);
+    CHECK(placement(&rig) == 2);
+    rig.pager->inner_is_cpu = false;
+    for (uint64_t i = 0; i < 12; i++) {
+        rig_compare_random(&rig, rig.paged.backend, i % 2 ? 8 : 1 + (int32_t) (i % 5), 1 + i);
+    }
+    CHECK(decode_counts(&rig).streamed > 0 && decode_counts(&rig).cpu_rows > 0);
+    rig_close(&rig);
+}
+
+static void whole_layers_come_and_go(void) {
+    const struct tsg_miss ways[] = { cpu_only, layers, fetch, layers, cpu_admits };
+    struct spec           spec   = small;
+    spec.n_slots                 = 10;
+    struct rig rig = open_with_cpu(&spec, &fetch);
+    for (uint64_t i = 0; i < 40; i++) {
+        CHECK(tsg_pager_set_miss(rig.pager, &ways[i % 5]) == TSG_OK);
+        CHECK(placement(&rig) == (ways[i % 5].mode == TSG_MISS_LAYERS ? 21 : 0));
+        rig_check_slots(&rig);
+        compare_decode(&rig, 3, 1 + i);
+        rig_compare_random(&rig, rig.paged.backend, i % 2 ? 20 : 60, i);
+    }
+    rig_close(&rig);
+}
+
+static void two_backends_share_whole_layers(void) {
+    struct spec spec = small;
+    spec.n_slots     = 10;
+    struct rig     rig  = open_with_cpu(&spec, &layers);
+    ggml_backend_t more = rig_backend(&rig);
+    for (uint64_t i = 0; i < 20; i++) {
+        rig_compare_random(&rig, i % 2 ? more : rig.paged.backend, i % 3 ? 1 + (int32_t) (i % 3) : 50, 1 + i);
+    }
+    ggml_backend_free(more);
+    rig_close(&rig);
+}
+
+static void whole_layers_and_experts_by_hand(void) {
+    struct spec spec = small;
+    spec.n_slots     = 10;
+    struct rig rig   = open_with_cpu(&spec, &fetch);
+    for (int32_t e = 0; e < 3; e++) {
+        CHECK(tsg_expert_pin(rig.pager, rig.layer[0], e, true) == TSG_OK);
+    }
+    CHECK(tsg_pager_set_miss(rig.pager, &layers) == TSG_OK);
+    CHECK(placement(&rig) == 2);  // with three pinned there is no room for a layer
+    compare_decode(&rig, 8, 1);
+    CHECK(tsg_pager_set_miss(rig.pager, &fetch) == TSG_OK && tsg_expert_pin(rig.pager, rig.layer[0], 2, false) == TSG_OK);
+    CHECK(tsg_pager_set_miss(rig.pager, &layers) == TSG_OK);
+    CHECK(placement(&rig) == 21);
+    for (int32_t e = 0; e < 2; e++) {
+        struct tsg_expert expert;
+        CHECK(tsg_expert_get(rig.pager, rig.layer[0], e, &expert) == TSG_OK && expert.pinned && expert.slot >= 0 && expert.slot < 2);
+    }
+    rig_check_slots(&rig);
+    compare_decode(&rig, 8, 1);
+    CHECK(rig_failed(tsg_expert_evict(rig.pager, rig.layer[1], 0), TSG_E_STATE, "stays in the slots as a whole"));
+    CHECK(rig_failed(tsg_expert_prefetch(rig.pager, rig.layer[0], 5), TSG_E_STATE, "the slots hold whole layers"));
+    CHECK(tsg_pager_check_integrity(rig.pager) == TSG_OK);
+    rig_close(&rig);
+}
+
+static void an_adapter_means_no_whole_layers(void) {
+    struct spec spec = small;
+    spec.adapter     = true;
+    spec.n_slots     = 10;
+    struct rig rig   = open_with_cpu(&spec, &layers);
+    CHECK(placement(&rig) == 21);
+    compare_decode(&rig, 16, 1);
+    CHECK(placement(&rig) == (rig.pager->coexec.cannot ? 0 : 21));
+    rig_close(&rig);
+}
+
+static void the_cpu_is_timed_without_computing_misses(void) {
+    struct rig rig = rig_new(&small);
+    CHECK(tsg_pager_cpu_seconds(rig.pager, rig.cpu, 1) == 0);
+    rig_load(&rig);
+    const double seconds = tsg_pager_cpu_seconds(rig.pager, rig.cpu, 2);
+    CHECK(seconds > 0 && seconds < 1);
+    CHECK(tsg_pager_cpu_seconds(rig.pager, rig.cpu, 0) == 0);
+    rig_close(&rig);
+}
+
 // ---- copies in the background, as on CUDA ----
 
 // A driver whose copies are over when the test says so: until then nothing of them is in the slot.
@@ -514,6 +672,16 @@ int main(int argc, char ** argv) {
         TEST(two_backends_take_turns),
         TEST(the_cpu_measures_its_own_speed),
         TEST(without_admission_nothing_moves),
+        TEST(whole_layers_are_the_last_that_fit),
+        TEST(whole_layers_in_two_pools_of_unequal_layers),
+        TEST(slots_left_over_are_a_cache),
+        TEST(prompts_between_tokens_of_whole_layers),
+        TEST(a_stage_is_used_twice_in_a_graph),
+        TEST(whole_layers_come_and_go),
+        TEST(two_backends_share_whole_layers),
+        TEST(whole_layers_and_experts_by_hand),
+        TEST(an_adapter_means_no_whole_layers),
+        TEST(the_cpu_is_timed_without_computing_misses),
         TEST(who_is_wanted_more_enters),
         TEST(at_most_one_in_so_many_enters),
         TEST(pinned_experts_stay),

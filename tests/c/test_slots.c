@@ -377,6 +377,8 @@ static void the_integrity_check_sees_damage(void) {
             CHECK(!tsg_slots_check(&s));            \
         } while (0)
     DAMAGE(s.n_used, 1);
+    DAMAGE(s.n_open, -1);
+    DAMAGE(s.n_open, s.n_slots + 1);
     DAMAGE(s.n_pinned, 1);
     DAMAGE(s.n_protected, 0);
     DAMAGE(s.slot_of[0], -1);

@@ -107,7 +107,7 @@ counts = list_of(click.IntRange(0, INT32_MAX).convert)
     default="fetch",
     show_default=True,
     metavar="LIST",
-    help="Experts that decode misses: fetch them, let the cpu compute them, split them between both, or auto.",
+    help="Experts that decode misses: fetch them, let the cpu compute them, split them between both, keep whole layers on either side, or auto.",
 )
 @click.option(
     "--miss-admit",

@@ -24,7 +24,7 @@ MAX_UBATCH = 1 << 16  # 128 times the default; what lies above only exhausts mem
 KV_TYPES = ("f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl", "f32")
 FLASH_ATTENTION = ("auto", "on", "off")
 DEFAULT_WINDOW = 2048
-MISSES = ("fetch", "cpu", "split", "auto")
+MISSES = ("fetch", "cpu", "split", "layers", "auto")
 SAMPLING = ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
 
 
@@ -114,7 +114,8 @@ miss_option = click.option(
     type=click.Choice(MISSES),
     default="fetch",
     show_default=True,
-    help="Experts that decode misses: fetch them, let the CPU compute them, split them between both, or auto: what is fastest here.",
+    help="Experts that decode misses: fetch them, let the CPU compute them, split them between both, keep whole layers here and the others there, "
+    "or auto: what is fastest here.",
 )
 miss_admit_option = click.option(
     "--miss-admit",

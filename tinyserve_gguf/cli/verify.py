@@ -57,7 +57,7 @@ class VerifiedCache(click.types.StringParamType):
 )
 @click.option(
     "--miss",
-    type=click.Choice(("fetch", "cpu", "split")),
+    type=click.Choice(("fetch", "cpu", "split", "layers")),
     default="fetch",
     show_default=True,
     help="Experts that decode misses, as in chat. On a GPU the CPU's share rounds otherwise, and near logits count as right.",
