@@ -91,17 +91,29 @@ def test_measured_speeds(geometry: Geometry, cache: str, hit_rate: float, decode
     assert known.hit_rate == hit_rate
 
 
-def test_measured_speeds_over_a_slow_link() -> None:
-    """README: the same GPU with its link slowed down to 13.8 GB/s; --miss cpu with the hit rate of its own row."""
-    slow = with_link(H200, 13.8e9)
-    half = on_h200(GPT_OSS_20B, "50%", 0.937, slow)
+# README, misses on consumer links, `scripts/gpu-miss`: (geometry, GB/s, expert cache, fetch, cpu)
+CONSUMER = [
+    (GPT_OSS_20B, 13.8, "25%", 34.2, 78.6),
+    (GPT_OSS_20B, 6.9, "12%", 9.1, 58.4),
+    (QWEN3_30B, 13.8, "25%", 72.4, 148.8),
+    (QWEN3_30B, 6.9, "12%", 16.6, 93.2),
+]
+
+
+@pytest.mark.parametrize(("geometry", "gbps", "cache", "fetch", "cpu"), CONSUMER, ids=lambda value: getattr(value, "name", str(value)))
+def test_measured_speeds_over_a_slow_link(geometry: Geometry, gbps: float, cache: str, fetch: float, cpu: float) -> None:
+    """With the hit rates that are assumed. What the CPU computes is within 30 %: it was measured beside the GPU, which is not in the rate."""
+    found = on_h200(geometry, cache, None, with_link(H200, gbps * 1e9))
+    assert found.decode == pytest.approx(fetch, rel=0.25)
+    assert found.decode_cpu == pytest.approx(cpu, rel=0.30)
+    assert any(line.startswith("with --miss cpu: ~") for line in found.lines())
+    assert not any("--miss cpu" in line for line in on_h200(geometry, "50%", None).lines())
+
+
+def test_measured_prefill_over_a_slow_link() -> None:
+    half = on_h200(GPT_OSS_20B, "50%", 0.937, with_link(H200, 13.8e9))
     assert half.decode == pytest.approx(110.1, rel=0.15)
     assert half.prefill == pytest.approx(4885, rel=0.25)
-    assert on_h200(GPT_OSS_20B, "25%", 0.711, slow).decode == pytest.approx(34.0, rel=0.15)
-    quarter = on_h200(GPT_OSS_20B, "25%", 0.759, slow)
-    assert quarter.decode_cpu == pytest.approx(101.1, rel=0.25)
-    assert any(line.startswith("with --miss cpu: ~") for line in quarter.lines())
-    assert not any("--miss cpu" in line for line in on_h200(GPT_OSS_20B, "25%", 0.714).lines())
 
 
 def test_measured_bytes_over_the_link() -> None:

@@ -175,6 +175,7 @@ def test_experts_beyond_the_lockable_memory_pass_through_a_ring() -> None:
     ):
         assert (limited.host.rung, limited.host.paged, limited.host.limit) == ("pageable", facts.expert_bytes, 8 * GIB)
         assert limited.host.ring == 8 * weight.n_bytes // weight.ne(2)
+        assert limited.host_line() == "host pool: 15.19 GiB of the file, pageable, through 6.8 MiB of page-locked pieces: 8.00 GiB may be page-locked"
     assert make_plan(facts, CacheSpec.parse("all"), replace(GPU, free=40 * GIB, ram=8 * GIB), n_ctx=4096).host.rung == "none"
 
 

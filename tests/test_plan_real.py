@@ -142,7 +142,7 @@ def test_vram_bounds_what_is_taken(model_file: ModelFile) -> None:
         assert model.plan.total_bytes + 0.001 * GIB <= tight * GIB
         assert pager.pool_bytes + pager.stage_bytes <= model.plan.device_bytes * 1.03
     with pytest.raises(CapacityError, match=r"does not fit on CPU: .* are free; what fits: "):
-        load(path, device="CPU", vram=0.001, n_ctx=2048, vram_reserve=0.0001)
+        load(path, device="CPU", vram=15 / 1024, n_ctx=2048, vram_reserve=0.0001)
 
 
 def test_a_budget_beyond_the_device_is_an_error(model_file: ModelFile) -> None:

@@ -33,11 +33,11 @@ def _ggml() -> SimpleNamespace:
         ("ggml_cast", pointer, [pointer, pointer, ctypes.c_int]),
         ("ggml_flash_attn_ext", pointer, [pointer, pointer, pointer, pointer, pointer, real, real, real]),
         ("ggml_backend_dev_supports_op", ctypes.c_bool, [pointer, pointer]),
-        ("ggml_backend_dev_backend_reg", pointer, [pointer]),
-        ("ggml_backend_reg_get_proc_address", pointer, [pointer, ctypes.c_char_p]),
         ("ggml_backend_dev_buffer_type", pointer, [pointer]),
         ("ggml_backend_buft_get_alignment", size, [pointer]),
         ("ggml_backend_buft_get_alloc_size", size, [pointer, pointer]),
+        ("ggml_backend_dev_backend_reg", pointer, [pointer]),
+        ("ggml_backend_reg_get_proc_address", pointer, [pointer, ctypes.c_char_p]),
     )
 
 
@@ -72,6 +72,8 @@ def _context() -> Iterator[int]:
 def has_flash_attention(device: int, *, n_head: int, n_head_kv: int, key_length: int, value_length: int, type_k: int, type_v: int, mla: bool) -> bool:
     """Whether the ggml_backend_dev_t at `device` runs flash attention for one token over these heads. `mla`: values are the front of the keys."""
     ggml = _ggml()
+    if min(n_head, n_head_kv, key_length, value_length) < 1 or n_head % n_head_kv:
+        return False  # a damaged header, which the loader refuses
     type_k, type_v = (_F16 if kind == _F32 else kind for kind in (type_k, type_v))  # llama_graph casts F32 before it
     with _context() as context:
         row = ggml.ggml_row_size(type_k, key_length)

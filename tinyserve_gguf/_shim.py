@@ -277,12 +277,9 @@ class Pager:
         _check(_lib.tsg_pager_add_layer(self._pager, pool, n_expert, n_used, array, len(parts), index))
         return int(index[0])
 
-    def set_host_limit(self, n_bytes: int) -> None:
-        """Page-lock at most so many bytes of experts; with fewer than there are they are read through a ring. 0 is no limit. Before `ready`."""
-        _check(_lib.tsg_pager_set_host_limit(self._pager, n_bytes))
-
-    def commit(self) -> None:
-        """Allocate the slots on the device. CapacityError if they do not fit."""
+    def commit(self, host_limit: int = 0) -> None:
+        """Allocate the slots on the device. CapacityError if they do not fit. `host_limit`: bytes of experts to page-lock at most; 0: no limit."""
+        _check(_lib.tsg_pager_set_host_limit(self._pager, host_limit))
         _check(_lib.tsg_pager_commit(self._pager))
 
     def ready(self, progress: Callable[[float], bool] | None = None) -> None:

@@ -155,7 +155,7 @@ def _speed(plan: Plan, machine: Machine, hit_rate: float | None) -> Estimate:
         link = rates.link * LINK_SHARE * (PAGEABLE_SHARE if plan.host.rung == "pageable" else 1)
         by_cpu = base - missed / reached + missed / rates.cpu
     else:
-        base, link = (always + active) / rates.cpu, rates.memory
+        base, link = n_blocks * PAGED_BLOCK_SECONDS + (always + active) / rates.cpu, rates.memory
         by_cpu = base
     batch = _batch_seconds(plan, machine, link)
     return Estimate(
@@ -178,7 +178,7 @@ def _batch_seconds(plan: Plan, machine: Machine, link: float) -> float:
     for tensor in facts.tensors:
         if tensor.name.startswith("blk.") and "exps." not in tensor.name and not facts.is_idle(tensor):
             numbers += tensor.ne(0) * tensor.ne(1) * tensor.ne(2)
-    computing = plan.n_ubatch * numbers / machine.rates.prefill
+    computing = plan.n_ubatch * (numbers + 1) / machine.rates.prefill  # a damaged header may count none
     missing = sum((1 - pool.n_slots / pool.group.n_experts) * sum(layer.n_bytes for layer in pool.group.layers) for pool in plan.pools)
     copying = missing / link
     return max(computing, copying) + OVERLAP_LOSS * min(computing, copying)

@@ -161,8 +161,7 @@ class Model:
                     layers[layer.block, layer.family] = self._pager.add_layer(index, layer.n_expert, layer.n_used, parts), layer
             if misses.threads:
                 self._pager.use_cpu(misses.threads)
-            self._pager.set_host_limit(self.plan.host.limit)
-            self._pager.commit()
+            self._pager.commit(self.plan.host.limit)
             offload = self._pager.offload(EXPERT_PATTERN)
         try:
             self._native = NativeModel(str(self.facts.path), offload, progress=stage.part(0, 0.5 if self._pager else 1))

@@ -175,6 +175,19 @@ class Plan:
             f"of {size(self.device.free)} stay free {size(max(0, self.device.free - self.total_bytes))}"
         )
 
+    def host_line(self) -> str:
+        """How the device will read experts that are in no slot, for people; once it is loaded the model knows better."""
+        host = self.host
+        if host.rung == "none":
+            return "host pool: none, every expert has a slot"
+        if host.rung == "mapped":
+            locked = "" if self.device.is_cpu else ", page-locked"
+            return f"host pool: {size(host.paged)} of the file{locked}"
+        return (
+            f"host pool: {size(host.paged)} of the file, pageable, through {size(host.ring)} of page-locked pieces: "
+            f"{size(host.limit)} may be page-locked"
+        )
+
     def as_dict(self) -> dict[str, object]:
         """Plain values, for JSON. Bytes."""
         return {

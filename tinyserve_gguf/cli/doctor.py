@@ -23,7 +23,7 @@ Examples:
 
 
 @click.command(epilog=EPILOG)
-@click.argument("model", metavar="[MODEL]", type=click.Path(), required=False)
+@model_argument(required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(model: str | None, as_json: bool) -> None:
     """Say what of this machine works, what is slow, what is broken and how to mend it. With MODEL also how fast its file is read.

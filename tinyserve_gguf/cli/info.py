@@ -131,7 +131,7 @@ def plan_lines(facts: ModelFacts, asked: Asked) -> list[str]:
         plan, _ = plan_for(facts, expert_cache=asked.expert_cache, context=context, n_ubatch=asked.n_ubatch, budget=budget)
     except TinyserveError as error:
         return [f"chat would refuse: {error}"]
-    return plan.lines()
+    return [*plan.lines(), plan.host_line()] if facts.is_moe else plan.lines()
 
 
 def context_lines(facts: ModelFacts) -> list[str]:

@@ -48,7 +48,8 @@ class Outlook:
     def lines(self, *, with_plan: bool) -> list[str]:
         """`with_plan`: also what would lie where."""
         plan = self.estimate.plan if with_plan else None
-        return [*self.estimate.lines(), *(plan.lines()[1:] if plan and plan.facts.is_moe else []), *self.notes]
+        where = [*plan.lines()[1:], plan.host_line()] if plan and plan.facts.is_moe else []
+        return [*self.estimate.lines(), *where, *self.notes]
 
     def as_dict(self) -> dict[str, Any]:
         machine, r = self.machine, self.machine.rates
