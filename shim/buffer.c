@@ -119,7 +119,16 @@ static const char * tsg_buffer_type_get_name(ggml_backend_buffer_type_t buft) {
     return "Experts";
 }
 
+// The experts themselves were loaded: what still asks for memory here are the tensors of an adapter for them, which llama.cpp puts where the weights
+// lie that they adapt. They are multiplied as any other, and lie on the inner device.
+static ggml_backend_buffer_type_t adapter_type(ggml_backend_buffer_type_t buft) {
+    return pager_of(buft)->ready ? ggml_backend_dev_buffer_type(pager_of(buft)->inner) : NULL;
+}
+
 static ggml_backend_buffer_t tsg_buffer_type_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
+    if (adapter_type(buft)) {
+        return ggml_backend_buft_alloc_buffer(adapter_type(buft), size);
+    }
     struct address_buffer * addresses = malloc(sizeof(struct address_buffer));
     void *                  base      = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (!addresses || base == MAP_FAILED) {
@@ -142,8 +151,11 @@ static ggml_backend_buffer_t tsg_buffer_type_alloc_buffer(ggml_backend_buffer_ty
 }
 
 static size_t tsg_buffer_type_get_alignment(ggml_backend_buffer_type_t buft) {
-    (void) buft;
-    return 64;
+    return adapter_type(buft) ? ggml_backend_buft_get_alignment(adapter_type(buft)) : 64;
+}
+
+static size_t tsg_buffer_type_get_alloc_size(ggml_backend_buffer_type_t buft, const struct ggml_tensor * tensor) {
+    return adapter_type(buft) ? ggml_backend_buft_get_alloc_size(adapter_type(buft), tensor) : ggml_nbytes(tensor);
 }
 
 // Not host: the loader must fill it through set_tensor, and the scheduler must not hand it to the CPU backend.
@@ -155,10 +167,11 @@ static bool tsg_buffer_type_is_host(ggml_backend_buffer_type_t buft) {
 void tsg_buffer_type_init(struct tsg_pager * pager) {
     pager->buft = (struct ggml_backend_buffer_type) {
         .iface = {
-            .get_name      = tsg_buffer_type_get_name,
-            .alloc_buffer  = tsg_buffer_type_alloc_buffer,
-            .get_alignment = tsg_buffer_type_get_alignment,
-            .is_host       = tsg_buffer_type_is_host,
+            .get_name       = tsg_buffer_type_get_name,
+            .alloc_buffer   = tsg_buffer_type_alloc_buffer,
+            .get_alignment  = tsg_buffer_type_get_alignment,
+            .get_alloc_size = tsg_buffer_type_get_alloc_size,
+            .is_host        = tsg_buffer_type_is_host,
         },
         .device  = &pager->device,
         .context = pager,

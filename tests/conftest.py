@@ -13,6 +13,7 @@ import pytest
 os.environ["OMP_WAIT_POLICY"] = "passive"
 os.environ["XDG_CONFIG_HOME"] = "/nonexistent"  # no test sees the config file of who runs it
 
+from reshaped import dense
 from synthetic import build
 
 from tinyserve_gguf.demo import build_demo
@@ -33,6 +34,12 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> ModelFile:
         return paths[key]
 
     return made
+
+
+@pytest.fixture(scope="session")
+def dense_file(model_file: ModelFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model with a tokenizer. Do not change the file."""
+    return dense(model_file("mixtral"), tmp_path_factory.mktemp("dense") / "dense.gguf")
 
 
 @pytest.fixture(scope="session")

@@ -18,11 +18,11 @@ MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(
 
 # A module may import those of its own line and of the lines above it. `cli` stands for everything in that folder.
 LAYERS = (
-    ("errors", "choices", "progress", "user_files", "toml_files", "text", "host"),
+    ("errors", "choices", "progress", "user_files", "toml_files", "text", "host", "counters"),
     ("sampling", "window", "attention"),
     ("kv",),
     ("_llama", "_ggufio", "demo", "outfile"),
-    ("facts", "channels", "sequence", "_ops", "_matmul", "_types"),
+    ("_sampler", "facts", "channels", "sequence", "_ops", "_matmul", "_types"),
     ("needs", "geometry", "micro", "check", "hot_list", "hub"),
     ("plan", "catalog"),
     ("planner", "machine", "cuda_driver", "resolve"),
@@ -31,13 +31,15 @@ LAYERS = (
     ("dryrun", "_measure", "doctor_checks"),
     ("experts", "miss", "miss_guard", "stats", "context", "warm"),
     ("miss_auto",),
-    ("placement",),
+    ("placement", "paging"),
     ("doctor_rates",),
     ("doctor",),
     ("miss_memory",),
     ("miss_tuning",),
-    ("session",),
-    ("model",),
+    ("session", "weights"),
+    ("model", "llama_options", "llama_context"),
+    ("llama",),
+    ("offloading",),
     ("chat", "bench_baseline", "bench_measure", "bench_needle", "verify_kernels", "verify_logits"),
     ("bench_table", "bench_profile", "bench_start"),
     ("bench_options",),
@@ -103,7 +105,7 @@ def test_the_package_imports_nothing_by_itself() -> None:
     assert {name.split(".")[0] for node in top for name in imports(node)} <= {"importlib", "typing"}
 
 
-@pytest.mark.parametrize("module", ["model", "chat", "bench", "bench_plot", "verify", "verify_types", "placement"])
+@pytest.mark.parametrize("module", ["model", "llama", "offloading", "chat", "bench", "bench_plot", "verify", "verify_types", "placement"])
 def test_llama_is_loaded_before_numpy(module: str, tmp_path: Path) -> None:
     """The other order crashed in libstdc++ on one GPU machine. These are what commands and apps start with."""
     code = f"import sys, tinyserve_gguf.{module}; print(*sys.modules)"

@@ -98,13 +98,20 @@ def test_adapters_on_attention(model_file: ModelFile, tmp_path: Path, monkeypatc
         model.check_integrity()
 
 
-def test_adapters_on_experts_are_refused(model_file: ModelFile, tmp_path: Path) -> None:
-    """llama.cpp puts their tensors where the experts lie, and the host pool takes nothing but the file's own: the adapter does not open."""
-    path = model_file("mixtral")
-    file = write_adapter(tmp_path / "lora.gguf", path, ("ffn_up_exps.weight", "ffn_down_exps.weight"))
-    with load(path, expert_cache="25%", device="CPU", n_threads=1) as model:
-        assert adapter_of(model.native, file) is None
-        assert exact.paged(model, 4, (7,)) == exact.stock(path, 4, (7,))
+@pytest.mark.parametrize(("cache", "miss"), [("25%", "fetch"), ("all", "fetch"), ("25%", "cpu")])
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "deepseek2-fused"])
+def test_adapters_on_experts(model_file: ModelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, cache: str, miss: str) -> None:
+    """llama.cpp puts their tensors where the experts lie, and multiplies them by the router's own ids, not by slots."""
+    path = model_file(name)
+    file = write_adapter(tmp_path / "lora.gguf", path, ("ffn_up_exps.weight", "ffn_gate_up_exps.weight", "ffn_down_exps.weight"))
+    native = NativeModel(str(path), None, extra_bufts=False)
+    plain, expected = exact.run(native, 40, 8), adapted(native, adapter_of(native, file), monkeypatch)
+    native.close()
+    assert plain != expected
+    with load(path, expert_cache=cache, device="CPU", n_threads=1, miss=miss) as model:
+        assert adapted(model.native, adapter_of(model.native, file), monkeypatch) == expected
+        assert exact.run(model.native, 40, 8) == plain
+        model.check_integrity()
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tinyserve_gguf import ContextFullError, Conversation, Model, OptionError, Sampling, Session, _llama, load
+from tinyserve_gguf import ContextFullError, Conversation, Model, OptionError, Sampling, Session, _llama, _sampler, load
 from tinyserve_gguf._llama import NativeContext
 from tinyserve_gguf.model import _until
 
@@ -389,7 +389,7 @@ def saying(model: Model, text: str) -> Iterator[None]:
     """The model says `text` and then ends its turn: what random weights say is no text that could be tokenized anew."""
     made = iter([*model.tokenize(text, add_bos=False), *model.tokenize("<|im_end|>", add_bos=False, special=True)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_llama.Sampler, "sample", lambda _self, _context: next(made))
+        patch.setattr(_sampler.Sampler, "sample", lambda _self, _context: next(made))
         yield
 
 

@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     from tinyserve_gguf.errors import ModelFileError as ModelFileError
     from tinyserve_gguf.errors import OptionError as OptionError
     from tinyserve_gguf.errors import TinyserveError as TinyserveError
+    from tinyserve_gguf.errors import UnknownOptionError as UnknownOptionError
     from tinyserve_gguf.facts import ModelFacts as ModelFacts
     from tinyserve_gguf.facts import read_facts as read_facts
+    from tinyserve_gguf.llama import Llama as Llama
     from tinyserve_gguf.model import Model as Model
     from tinyserve_gguf.model import load as load
+    from tinyserve_gguf.offloading import offload as offload
     from tinyserve_gguf.sampling import Sampling as Sampling
     from tinyserve_gguf.session import Session as Session
     from tinyserve_gguf.stats import ReplyStats as ReplyStats
@@ -43,9 +46,12 @@ _HOMES = {
         "ModelFileError",
         "OptionError",
         "TinyserveError",
+        "UnknownOptionError",
     ),
     "facts": ("ModelFacts", "read_facts"),
+    "llama": ("Llama",),
     "model": ("Model", "load"),
+    "offloading": ("offload",),
     "sampling": ("Sampling",),
     "session": ("Session",),
     "stats": ("ReplyStats", "Stats"),

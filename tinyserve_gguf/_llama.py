@@ -17,16 +17,26 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import llama_cpp.llama_cpp as C  # before numpy: the other order crashed in libstdc++ on one GPU machine
+import llama_cpp  # before numpy: the other order crashed in libstdc++ on one GPU machine
+import llama_cpp._internals as internals
+import llama_cpp._logger as stock_log
 import numpy as np
 import numpy.typing as npt
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, OptionError
-from tinyserve_gguf.sampling import Sampling
 
 log = logging.getLogger("tinyserve_gguf.llama")
+
+C: Any = llama_cpp.llama_cpp  # the C API
 API: Any = C  # of llama.cpp, for `dryrun`
+StockLlama: Any = llama_cpp.Llama  # llama-cpp-python's own classes
+StockModel: Any = internals.LlamaModel
+StockContext: Any = internals.LlamaContext
+StockBatch: Any = internals.LlamaBatch
+StockCandidates: Any = internals.LlamaTokenDataArray
+StockTokenizer: Any = llama_cpp.LlamaTokenizer
+StockState: Any = llama_cpp.LlamaState
 
 ALL_LAYERS = 0x7FFFFFFF  # n_gpu_layers that means every layer
 FLASH_ATTENTION = {"auto": C.LLAMA_FLASH_ATTN_TYPE_AUTO, "off": C.LLAMA_FLASH_ATTN_TYPE_DISABLED, "on": C.LLAMA_FLASH_ATTN_TYPE_ENABLED}
@@ -54,7 +64,8 @@ def bind(*prototypes: tuple[str, Any, list[Any]]) -> SimpleNamespace:
 
 
 class _Log:
-    """llama.cpp's log: every line goes to the logger `tinyserve_gguf.llama`, and the last lines are kept for error messages."""
+    """llama.cpp's log: every line goes to the logger `tinyserve_gguf.llama`, and the last lines are kept for error messages. After a
+    `Llama(verbose=True)`, which is llama-cpp-python's default, it also goes where that class sends it: to stderr."""
 
     def __init__(self) -> None:
         self.recent: deque[tuple[int, str]] = deque(maxlen=400)  # (level, line)
@@ -66,6 +77,8 @@ class _Log:
         C.llama_log_set(self._callback, ctypes.c_void_p(0))
 
     def _on_line(self, level: int, text: bytes, _user: object) -> None:
+        if stock_log.logger.level == logging.DEBUG:
+            stock_log.llama_log_callback(level, text, None)
         self._level = _LOG_LEVELS.get(level, self._level)
         self._partial += text.decode("utf-8", "replace")
         *lines, self._partial = self._partial.split("\n")
@@ -169,6 +182,18 @@ class _Override(ctypes.Structure):
     _fields_ = [("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p)]
 
 
+def loader_params(params: Any, offload: Offload | None) -> list[object]:
+    """Name devices and buffer types in a llama_model_params; `None` is the CPU alone. Returns what must live until the model is loaded."""
+    devices = (ctypes.c_void_p * 2)(offload.device if offload else None, None)
+    keep: list[object] = [devices]
+    params.devices = ctypes.cast(devices, ctypes.c_void_p)
+    if offload and offload.pattern:
+        overrides = (_Override * 2)(_Override(offload.pattern.encode(), offload.buffer_type), _Override(None, None))
+        keep.append(overrides)
+        params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+    return keep
+
+
 class NativeModel:
     """A llama_model. `offload=None` keeps everything on the CPU; `extra_bufts=False` stops llama.cpp from repacking weights for the CPU."""
 
@@ -182,14 +207,7 @@ class NativeModel:
             params.use_extra_bufts = extra_bufts
             params.load_mode = C.LLAMA_LOAD_MODE_MMAP if mmap else C.LLAMA_LOAD_MODE_NONE
             params.split_mode = C.LLAMA_SPLIT_MODE_LAYER
-            keep: list[object] = []
-            devices = (ctypes.c_void_p * 2)(offload.device if offload else None, None)
-            keep.append(devices)
-            params.devices = ctypes.cast(devices, ctypes.c_void_p)
-            if offload and offload.pattern:
-                overrides = (_Override * 2)(_Override(offload.pattern.encode(), offload.buffer_type), _Override(None, None))
-                keep.append(overrides)
-                params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+            keep = loader_params(params, offload)
             if progress is not None:
                 callback = C.llama_progress_callback(lambda fraction, _user: bool(progress(fraction)))
                 keep.append(callback)
@@ -198,7 +216,18 @@ class NativeModel:
             self._model: Any = C.llama_model_load_from_file(os.fsencode(path), params)
             if not self._model:
                 raise ModelFileError(f"{path}: llama.cpp cannot load it: {cause()}")
-        self._vocab = C.llama_model_get_vocab(self._model)
+        self._use(self._model)
+
+    @classmethod
+    def adopted(cls, model: Any) -> NativeModel:
+        """Over a llama_model that somebody else loaded, and that `close` frees from now on."""
+        self = cls.__new__(cls)
+        self._use(model)
+        return self
+
+    def _use(self, model: Any) -> None:
+        self._model = model
+        self._vocab = C.llama_model_get_vocab(model)
         self.n_vocab: int = C.llama_vocab_n_tokens(self._vocab)
 
     @property
@@ -307,14 +336,27 @@ class NativeContext:
             self._ctx: Any = C.llama_init_from_model(model.handle, params)
             if not self._ctx:
                 raise CapacityError(f"llama.cpp cannot make a context of {options.n_ctx} tokens (try a smaller -c or -b): {cause()}")
-        self._batch = C.llama_batch_init(options.n_batch, 0, 1)
-        self.n_batch: int = C.llama_n_batch(self._ctx)
-        self.n_ctx: int = C.llama_n_ctx(self._ctx)
+        self._use(self._ctx, options.n_batch, owns=True)
+
+    @classmethod
+    def borrowed(cls, model: NativeModel, context: Any) -> NativeContext:
+        """Over a llama_context that somebody else made and frees; `close` only lets go of it."""
+        self = cls.__new__(cls)
+        self.model = model
+        self._use(context, C.llama_n_batch(context), owns=False)
+        return self
+
+    def _use(self, context: Any, n_batch: int, *, owns: bool) -> None:
+        self._ctx, self._owns = context, owns
+        self._batch = C.llama_batch_init(n_batch, 0, 1)
+        self.n_batch: int = C.llama_n_batch(context)
+        self.n_ctx: int = C.llama_n_ctx(context)
 
     def close(self) -> None:
         if self._ctx:
             C.llama_batch_free(self._batch)
-            C.llama_free(self._ctx)
+            if self._owns:
+                C.llama_free(self._ctx)
             self._ctx = None
 
     def decode(self, tokens: Sequence[int], position: int, *, want_logits: bool) -> None:
@@ -378,40 +420,3 @@ class NativeContext:
     @property
     def _memory(self) -> Any:
         return C.llama_get_memory(self.handle)
-
-
-# ---- sampling -------------------------------------------------------------------------------------------------------------------------------
-
-
-class Sampler:
-    """A llama.cpp sampler chain: penalties, top-k, top-p, min-p, temperature, draw."""
-
-    def __init__(self, sampling: Sampling, context: NativeContext) -> None:
-        self._chain: Any = C.llama_sampler_chain_init(C.llama_sampler_chain_default_params())
-        if sampling.repeat_penalty != 1.0 and sampling.repeat_last_n != 0:
-            last_n = context.n_ctx if sampling.repeat_last_n < 0 else sampling.repeat_last_n
-            self._add(C.llama_sampler_init_penalties(context.model.n_vocab, last_n, sampling.repeat_penalty, 0.0, 0.0))
-        if sampling.temp <= 0:
-            self._add(C.llama_sampler_init_greedy())
-            return
-        self._add(C.llama_sampler_init_top_k(sampling.top_k))
-        self._add(C.llama_sampler_init_top_p(sampling.top_p, 1))
-        self._add(C.llama_sampler_init_min_p(sampling.min_p, 1))
-        self._add(C.llama_sampler_init_temp(sampling.temp))
-        self._add(C.llama_sampler_init_dist(C.LLAMA_DEFAULT_SEED if sampling.seed < 0 else sampling.seed))
-
-    def _add(self, sampler: Any) -> None:
-        C.llama_sampler_chain_add(self._chain, sampler)
-
-    def sample(self, context: NativeContext) -> int:
-        """Draw the next token from the logits of the last decoded token, and take it into the history."""
-        return int(C.llama_sampler_sample(self._chain, context.handle, -1))
-
-    def accept(self, token: int) -> None:
-        """Take a prompt token into the history that the repeat penalty looks at."""
-        C.llama_sampler_accept(self._chain, token)
-
-    def close(self) -> None:
-        if self._chain:
-            C.llama_sampler_free(self._chain)
-            self._chain = None

@@ -18,6 +18,10 @@ import cffi
 
 from tinyserve_gguf import _llama
 from tinyserve_gguf.choices import ENGINES, POLICIES
+from tinyserve_gguf.counters import Counts as Counts
+from tinyserve_gguf.counters import ExpertState as ExpertState
+from tinyserve_gguf.counters import Notes as Notes
+from tinyserve_gguf.counters import PagerStats as PagerStats
 from tinyserve_gguf.errors import AbiMismatchError, CapacityError, EngineError, ModelFileError, OptionError, TinyserveError
 
 MISS_MODES = ("fetch", "cpu", "split", "layers")  # in the order of enum tsg_miss_mode
@@ -122,70 +126,6 @@ def cpu_device() -> Device:
 
 
 # ---- counters -------------------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Counters of one phase; see struct tsg_counts. `bytes_*` in bytes."""
-
-    lookups: int = 0
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    bytes_link: int = 0
-    bytes_device: int = 0
-    streamed: int = 0
-    graphs: int = 0
-    cpu_rows: int = 0
-    admitted: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Notes:
-    """How the engine ran; see struct tsg_notes."""
-
-    captures: int
-    replays: int
-    capture_failed: int
-    edges_moved: int
-    overlapped: int
-    host_ns: int
-    cpu_ns: int
-    wait_cpu_ns: int
-    wait_device_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class PagerStats:
-    """Everything the pager counts; see struct tsg_stats."""
-
-    prefill: Counts
-    decode: Counts
-    host_bytes: int
-    host_tensors: int
-    host_rung: str  # one of HOST_RUNGS: how the device reads experts that are in no slot
-    host: str  # the same for people, and why
-    pool_bytes: int
-    stage_bytes: int
-    slots_total: int
-    slots_used: int
-    all_resident: bool
-    device_engine: bool
-    miss: str  # what happens to misses of decode, and why
-    cpu_cannot: bool  # the CPU cannot compute those of this model
-    notes: Notes
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertState:
-    """Where an expert is and how it was used. `slot` is -1 when it lies in host memory only."""
-
-    slot: int
-    pinned: bool
-    hits: int
-    misses: int
-    uses: int  # of both, those of decode
-    last_use: int
 
 
 def _numbers(struct: Any, kind: type[Any]) -> list[int]:

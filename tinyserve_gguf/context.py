@@ -17,11 +17,12 @@ DEFAULT_CTX = 4096
 
 @dataclass(frozen=True, slots=True)
 class ContextSpec:
-    """What the user asked for. `n_ctx`: tokens, 0 = the model's own, None = not said."""
+    """What the user asked for. `n_ctx`: tokens, 0 = the model's own, None = not said. `any_length`: also more than the model was trained with."""
 
     n_ctx: int | None = None
     window: Window | None = None
     kv: KvOptions = field(default_factory=KvOptions)
+    any_length: bool = False
 
     @staticmethod
     def of(n_ctx: int | None, window: int | None, sinks: int | None, kv_type: str, kv_type_v: str | None, flash_attn: str) -> ContextSpec:
@@ -36,9 +37,9 @@ class ContextSpec:
         return ContextSpec(n_ctx, kept, KvOptions(kv_type, kv_type_v or kv_type, flash_attn))
 
     def length(self, facts: ModelFacts) -> int:
-        """Tokens that the KV cache holds: never more than the model was trained with."""
+        """Tokens that the KV cache holds: never more than the model was trained with, unless any length will do."""
         asked = self.window.size if self.window else DEFAULT_CTX if self.n_ctx is None else self.n_ctx
-        return min(asked or facts.context_length, facts.context_length or asked)
+        return asked if asked and self.any_length else min(asked or facts.context_length, facts.context_length or asked)
 
 
 @dataclass(frozen=True, slots=True)

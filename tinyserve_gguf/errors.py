@@ -21,6 +21,10 @@ class OptionError(TinyserveError, ValueError):
     """An option has an impossible value, or clashes with another one."""
 
 
+class UnknownOptionError(OptionError, TypeError):
+    """There is no option of this name."""
+
+
 class CapacityError(TinyserveError, MemoryError):
     """Something does not fit: device memory, host memory, or a cache smaller than one step needs."""
 

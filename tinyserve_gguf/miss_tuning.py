@@ -163,3 +163,12 @@ def watcher(
         return link_gbps * 1e9 if link_gbps else device.link_rate(LINK_PROBE, LINK_REPEATS)
 
     return Watching(pager, misses.mode, engine, link_rate, against)
+
+
+def start_misses(
+    pager: Pager, misses: MissOptions, facts: ModelFacts, device: Device, engine: str, link_gbps: float | None, n_threads: int
+) -> Tuning | Watching | None:
+    """Let the misses of a pager that is ready be what was asked for, and return their `watcher`."""
+    if misses.uses_cpu and misses.mode != "auto":
+        pager.set_miss(misses.resolve(lambda: link_gbps * 1e9 if link_gbps else device.link_rate()))
+    return watcher(pager, misses, facts, device, engine, link_gbps, n_threads)

@@ -9,15 +9,15 @@ from typing import Any
 
 from tinyserve_gguf import _llama, _shim
 from tinyserve_gguf._llama import NativeModel, Offload
-from tinyserve_gguf._shim import Device, Pager, Part
+from tinyserve_gguf._shim import Device, Pager
 from tinyserve_gguf.choices import ENGINES, POLICIES
 from tinyserve_gguf.context import ContextPlan, ContextSpec, confirm, plan_context
-from tinyserve_gguf.dryrun import EXPERT_PATTERN
 from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, OptionError
 from tinyserve_gguf.experts import Experts
-from tinyserve_gguf.facts import ExpertLayer, PartFacts, TensorFacts, read_facts
+from tinyserve_gguf.facts import read_facts
 from tinyserve_gguf.miss import MissOptions
-from tinyserve_gguf.miss_tuning import Tuning, Watching, watcher
+from tinyserve_gguf.miss_tuning import Tuning, Watching, start_misses
+from tinyserve_gguf.paging import EXPERT_PATTERN, Layers, open_pager
 from tinyserve_gguf.placement import default_threads, plan_for
 from tinyserve_gguf.plan import Budget, Plan
 from tinyserve_gguf.progress import LoadProgress
@@ -147,21 +147,11 @@ class Model:
             raise
 
     def _open(self, engine: str, link_gbps: float | None, misses: MissOptions, progress: Callable[[float], bool] | None) -> None:
-        layers: dict[tuple[int, str], tuple[int, ExpertLayer]] = {}
+        layers: Layers = {}
         offload: Offload | None = None if self._device.is_cpu else Offload(self._device.handle)
         stage = LoadProgress(progress)
         if self.facts.is_moe:
-            self._pager = Pager(self._device, self.policy, engine)
-            for shard in self.facts.shards:
-                self._pager.add_file(shard)
-            for pool in self.plan.pools:
-                index = self._pager.add_pool(pool.n_slots, pool.n_stages)
-                for layer in pool.group.layers:
-                    parts = [self._part(part) for part in layer.parts]
-                    layers[layer.block, layer.family] = self._pager.add_layer(index, layer.n_expert, layer.n_used, parts), layer
-            if misses.threads:
-                self._pager.use_cpu(misses.threads)
-            self._pager.commit(self.plan.host.limit)
+            self._pager, layers = open_pager(self.plan, self._device, self.policy, engine, misses.threads)
             offload = self._pager.offload(EXPERT_PATTERN)
         try:
             self._native = NativeModel(str(self.facts.path), offload, progress=stage.part(0, 0.5 if self._pager else 1))
@@ -180,34 +170,10 @@ class Model:
                 self._warm.fill_from_file(stage.part(0.9, 1))
             if link_gbps is not None:
                 self._pager.set_link(link_gbps * 1e9)
-            if misses.uses_cpu and misses.mode != "auto":
-                self._pager.set_miss(misses.resolve(lambda: link_gbps * 1e9 if link_gbps else self._device.link_rate()))
-            self._watch = watcher(self._pager, misses, self.facts, self._device, engine, link_gbps, self.context.options.n_threads)
+            n_threads = self.context.options.n_threads
+            self._watch = start_misses(self._pager, misses, self.facts, self._device, engine, link_gbps, n_threads)
         elif link_gbps is not None or engine != "auto" or misses.uses_cpu:
             raise OptionError(f"{self.facts.name} is dense: there is no expert engine to choose, no link to slow down and no expert to miss")
-
-    def _part(self, part: PartFacts) -> Part:
-        w = part.weight
-        return Part(
-            weight=w.name,
-            type_id=w.type_id,
-            shard=w.shard,
-            offset=w.offset,
-            ne0=w.ne(0),
-            ne1=w.ne(1),
-            bias=part.bias.name if part.bias else None,
-            bias_data=self._table(part.bias),
-            scale=part.scale.name if part.scale else None,
-            scale_data=self._table(part.scale),
-        )
-
-    def _table(self, tensor: TensorFacts | None) -> bytes | None:
-        """A small F32 table of the file: per-expert biases or scales."""
-        if tensor is None:
-            return None
-        with self.facts.shards[tensor.shard].open("rb") as file:
-            file.seek(tensor.offset)
-            return file.read(tensor.n_bytes)
 
     def __enter__(self) -> Model:
         return self

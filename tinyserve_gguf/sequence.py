@@ -58,6 +58,15 @@ class TokenSequence:
         self._track = self._empty()
         self._whole = True
 
+    def save(self) -> Track:
+        """What is held, to `load` with the state of the context."""
+        return self._track.copy()
+
+    def load(self, track: Track) -> None:
+        """The context was set to the state that it had when this was saved."""
+        self._track = track.copy()
+        self._whole = True
+
     def common(self, tokens: Sequence[int]) -> int:
         """How many of the first of `tokens` were read already."""
         return self._track.common(tokens)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from tinyserve_gguf._llama import ContextOptions, NativeContext, NativeModel, Sampler
+from tinyserve_gguf._llama import ContextOptions, NativeContext, NativeModel
+from tinyserve_gguf._sampler import Sampler
 from tinyserve_gguf._shim import PagerStats
 from tinyserve_gguf.errors import ContextFullError, OptionError
 from tinyserve_gguf.sampling import Sampling

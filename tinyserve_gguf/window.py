@@ -6,7 +6,7 @@ Tokens leave in blocks, because moving the positions of what stays costs a pass 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 
 from tinyserve_gguf.errors import OptionError
 
@@ -86,6 +86,9 @@ class Track:
     tokens: list[int] = field(default_factory=list)  # all that was read
     lost: int = 0
     gap: int = 0
+
+    def copy(self) -> Track:
+        return replace(self, tokens=list(self.tokens))
 
     @property
     def n_held(self) -> int:

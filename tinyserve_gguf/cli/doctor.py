@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tinyserve_gguf.cli.model_argument import model_argument
+
 EXIT_BROKEN = 1
 COLOURS = {"ok": "green", "warning": "yellow", "broken": "red"}
 PLAIN_WIDTH = 160  # columns, where the output is no terminal
