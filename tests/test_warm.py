@@ -12,7 +12,7 @@ from pathlib import Path
 import exact
 import pytest
 
-from tinyserve_gguf import EngineError, Model, OptionError, hot_list, load, warm
+from tinyserve_gguf import EngineError, Llama, Model, OptionError, hot_list, load, warm
 from tinyserve_gguf._llama import NativeContext
 from tinyserve_gguf.facts import read_facts
 from tinyserve_gguf.hot_list import HotList, list_path, read_list, write_list
@@ -240,3 +240,16 @@ def test_lists_age() -> None:
     assert both == HotList(hot_list.HALF_LIFE + 50.0, {(0, "exps"): (50.0, 50.0, 20.0)})
     assert both.ranked() == [((0, "exps"), 0), ((0, "exps"), 1), ((0, "exps"), 2)]
     assert both.since(HotList(50.0, {(0, "exps"): (50.0, 0.0, 20.0)})) == new
+
+
+def test_llama_keeps_a_list_too(model_file: ModelFile) -> None:
+    path = model_file("qwen3moe")
+    for run in range(2):
+        llama = Llama(str(path), expert_cache="50%", device="CPU", warm=True, n_ctx=256, n_threads=1, verbose=False)
+        try:
+            (text,) = [text for text in llama.lines() if text.startswith("warm start: ")]
+            assert ("slots filled" in text) == (run == 1)
+            llama.create_completion("a b c", max_tokens=8, temperature=0)
+        finally:
+            llama.close()
+    assert list_path(read_facts(path)).exists()

@@ -183,12 +183,12 @@ class Model:
 
     def close(self) -> None:
         """Free contexts, weights and slots. Sessions and expert handles of this model are dead afterwards."""
-        for session in list(self._sessions):
-            session.close()
-        self._own = self._formatter = None
         if self._warm and self._keeps_warm:
             self._warm.keep()
         self._warm = None
+        for session in list(self._sessions):
+            session.close()
+        self._own = self._formatter = None
         if self._native:
             self._native.close()
             self._native = None
