@@ -52,7 +52,7 @@ def test_status_and_stats(demo_model: Path, tmp_path: Path) -> None:
     plan, cache, memory, engine, misses, status = err.splitlines()
     assert plan == "SmolLM2 135M Instruct as 8 experts: llama, 30 MoE layers of 8 experts, top-2, on CPU"
     assert cache.startswith("expert cache: 60 of 240 experts resident (25%), ")
-    assert re.match(r"memory of CPU: [\d.]+ MiB = [\d.]+ MiB weights \+ [\d.]+ MiB KV cache \(-c 2048\) \+ ", memory)
+    assert re.match(r"memory of CPU: [\d.]+ MiB = [\d.]+ MiB weights \+ [\d.]+ MiB KV cache \(-c 4096\) \+ ", memory)
     assert engine.startswith("engine: host-driven: ") and "; host pool: mapped: " in engine
     assert misses == "misses: fetched"
     number = r"[\d.]+"

@@ -152,7 +152,7 @@ def test_a_build_without_the_processors_instructions() -> None:
 
 def test_features_of_this_build() -> None:
     assert doctor_checks.features("CPU : SSE3 = 1 | AVX2 = 1 | AVX512 = 0 | ") == {"SSE3": "1", "AVX2": "1", "AVX512": "0"}
-    assert doctor_checks.features(_llama.API.llama_print_system_info().decode())
+    assert doctor_checks.features(_llama.C.llama_print_system_info().decode())
 
 
 def test_a_driver_without_a_build_for_it() -> None:

@@ -161,6 +161,8 @@ def test_budgets_of_the_user_hold() -> None:
     assert 4.9 * GIB < small.total_bytes <= 5 * GIB
     assert small.device.free == 6 * GIB
     assert make_plan(facts, auto, GPU, n_ctx=4096, budget=Budget.of(vram=80)).device.free == GPU.free
+    with pytest.raises(OptionError, match=r"--vram-reserve is 0\.0625 GiB or more"):
+        make_plan(facts, auto, GPU, n_ctx=4096, budget=Budget.of(reserve=0.06))
     more = make_plan(facts, auto, GPU, n_ctx=4096, budget=Budget.of(reserve=0.25))
     assert more.n_slots > make_plan(facts, auto, GPU, n_ctx=4096).n_slots
 

@@ -174,10 +174,6 @@ class Offload:
     buffer_type: int = 0  # ggml_backend_buffer_type_t
 
 
-Progress = Callable[[float], bool] | None  # hears 0..1, returns False to stop
-Adjust = Callable[[Any], object] | None
-
-
 class _Override(ctypes.Structure):
     _fields_ = [("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p)]
 
@@ -198,9 +194,8 @@ class NativeModel:
     """A llama_model. `offload=None` keeps everything on the CPU; `extra_bufts=False` stops llama.cpp from repacking weights for the CPU."""
 
     def __init__(
-        self, path: str, offload: Offload | None, *, extra_bufts: bool = True, mmap: bool = True, progress: Progress = None, adjust: Adjust = None
+        self, path: str, offload: Offload | None, *, extra_bufts: bool = True, mmap: bool = True, progress: Callable[[float], bool] | None = None
     ) -> None:
-        """`adjust` gets the llama_model_params last; what it returns lives until the model is loaded."""
         with explained() as cause:
             params = C.llama_model_default_params()
             params.n_gpu_layers = ALL_LAYERS if offload else 0
@@ -212,7 +207,6 @@ class NativeModel:
                 callback = C.llama_progress_callback(lambda fraction, _user: bool(progress(fraction)))
                 keep.append(callback)
                 params.progress_callback = callback
-            keep.append(adjust(params) if adjust else None)
             self._model: Any = C.llama_model_load_from_file(os.fsencode(path), params)
             if not self._model:
                 raise ModelFileError(f"{path}: llama.cpp cannot load it: {cause()}")

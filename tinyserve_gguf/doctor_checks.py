@@ -68,8 +68,8 @@ def llama_cpp() -> Iterator[Finding]:
     except (ImportError, OSError, RuntimeError) as error:
         yield Finding("llama-cpp-python", BROKEN, f"{found} does not load: {' '.join(str(error).split())}", REBUILD)
         return
-    yield from vectors(found, _llama.ggml_version(), features(_llama.API.llama_print_system_info().decode()), host.cpu_flags())
-    yield from cuda_build(bool(_llama.API.llama_supports_gpu_offload()), host.driver_version())
+    yield from vectors(found, _llama.ggml_version(), features(_llama.C.llama_print_system_info().decode()), host.cpu_flags())
+    yield from cuda_build(bool(_llama.C.llama_supports_gpu_offload()), host.driver_version())
 
 
 def features(info: str) -> dict[str, str]:

@@ -5,17 +5,18 @@ llama.cpp has no C function that says so, but it logs every buffer: "CUDA0 compu
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 from tinyserve_gguf import _llama, _ops
-from tinyserve_gguf._llama import ContextOptions, NativeContext, NativeModel, Offload
+from tinyserve_gguf._llama import ALL_LAYERS, C, ContextOptions, NativeContext, NativeModel, Offload, explained, loader_params
 from tinyserve_gguf._shim import Device, Pager
+from tinyserve_gguf.errors import ModelFileError
 from tinyserve_gguf.facts import ModelFacts
 from tinyserve_gguf.needs import MIB, Needs, Setting, device_tensors
 
@@ -55,17 +56,25 @@ def listening() -> Iterator[list[str]]:
             _llama.listeners[thread] = outer
 
 
-def _allocate_nothing(params: Any, facts: ModelFacts) -> object:
-    """Also leaves the vocabulary out, which is most of the time that it would take: a second with 200,000 tokens."""
+def _load_nothing(facts: ModelFacts, offload: Offload | None) -> NativeModel:
+    """Without memory for weights. The vocabulary, which is most of the time that it would take, is left out too: a second with 200,000 tokens."""
     vocabulary = next((tensor.ne(1) for tensor in facts.tensors if tensor.name == "token_embd.weight"), 0)
-    overrides = (_llama.API.llama_model_kv_override * 3)()  # the last one, without a key, is the end
-    overrides[0].tag, overrides[0].key = _llama.API.LLAMA_KV_OVERRIDE_TYPE_STR, b"tokenizer.ggml.model"
+    overrides = (C.llama_model_kv_override * 3)()  # the last one, without a key, is the end
+    overrides[0].tag, overrides[0].key = C.LLAMA_KV_OVERRIDE_TYPE_STR, b"tokenizer.ggml.model"
     overrides[0].value.val_str = b"none"
-    overrides[1].tag, overrides[1].key = _llama.API.LLAMA_KV_OVERRIDE_TYPE_INT, f"{facts.architecture}.vocab_size".encode()
+    overrides[1].tag, overrides[1].key = C.LLAMA_KV_OVERRIDE_TYPE_INT, f"{facts.architecture}.vocab_size".encode()
     overrides[1].value.val_i64 = vocabulary
-    params.kv_overrides = overrides
-    params.no_alloc, params.load_mode = True, _llama.API.LLAMA_LOAD_MODE_NONE
-    return overrides
+    with listening(), explained() as cause:
+        params = C.llama_model_default_params()
+        params.n_gpu_layers = ALL_LAYERS if offload else 0
+        params.split_mode = C.LLAMA_SPLIT_MODE_LAYER
+        params.no_alloc, params.load_mode, params.kv_overrides = True, C.LLAMA_LOAD_MODE_NONE, overrides
+        keep = loader_params(params, offload)
+        model = C.llama_model_load_from_file(os.fsencode(facts.path), params)
+        del keep
+        if not model:
+            raise ModelFileError(f"{facts.path}: llama.cpp cannot load it: {cause()}")
+    return NativeModel.adopted(model)
 
 
 class DryRun:
@@ -84,8 +93,7 @@ class DryRun:
                 self._pager = Pager(device, "lfru")  # without pools: its device and buffer type are what the graph is built for
                 self._pager.commit()
                 offload = self._pager.offload(EXPERT_PATTERN)
-            with listening():
-                self._model = NativeModel(str(facts.path), offload, adjust=lambda params: _allocate_nothing(params, facts))
+            self._model = _load_nothing(facts, offload)
             self._model.require_generative(facts.path, facts.architecture)
         except BaseException:
             self.close()
@@ -112,7 +120,8 @@ class DryRun:
             NativeContext(self._model, options).close()
         found = buffers(heard)
         computes = [buffer for buffer in found if buffer.kind == "compute"]
-        on_device = next((buffer for buffer in computes if self._is_ours(buffer)), None)
+        largest = max(computes, key=lambda buffer: buffer.n_bytes, default=None)
+        on_device = next((buffer for buffer in computes if buffer.place == self._device.name), largest)  # a buffer type may have another name
         caches = sum(round(float(match[1]) * MIB) for line in heard if (match := _CACHE.search(line)))
         states = sum(buffer.n_bytes for buffer in found if buffer.kind == "RS")
         # Where the CPU plays the device both have one kind of memory and share a buffer, which a dry run names twice
@@ -125,9 +134,6 @@ class DryRun:
             host_compute=others + sum(buffer.n_bytes for buffer in found if buffer.kind == "output"),
             is_exact=True,
         )
-
-    def _is_ours(self, buffer: Buffer) -> bool:
-        return buffer.place == self._device.name
 
     def close(self) -> None:
         if self._model:

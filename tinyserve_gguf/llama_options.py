@@ -93,7 +93,8 @@ def decide(path: str, paged: PagedOptions, given: dict[str, Any]) -> Decision:
     spec = _context_spec(paged, given)
     n_ubatch = min(asked["n_ubatch"], asked["n_batch"], spec.length(facts))
     n_gpu_layers = given.get("n_gpu_layers")
-    plan, device = plan_for(facts, expert_cache=paged.expert_cache, device=_device_name(paged, n_gpu_layers), context=spec, n_ubatch=n_ubatch)
+    where: dict[str, Any] = {"expert_cache": paged.expert_cache, "device": _device_name(paged, n_gpu_layers)}
+    plan, device = plan_for(facts, context=spec, n_ubatch=n_ubatch, cpu_misses=paged.misses.uses_cpu, **where)
     context = None
     if spec.window or paged.kv_type:
         context = plan_context(facts, spec, device, n_ubatch=n_ubatch, n_threads=1)

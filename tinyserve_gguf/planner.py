@@ -14,6 +14,7 @@ from tinyserve_gguf.facts import LayoutGroup, ModelFacts
 from tinyserve_gguf.kv import KvOptions
 from tinyserve_gguf.needs import MIB, Needs, Setting, estimated_needs
 from tinyserve_gguf.plan import (
+    GIB,
     Budget,
     CacheSpec,
     DeviceFacts,
@@ -31,6 +32,7 @@ UBATCH_CPU = 512
 USABLE_CTX = 1024  # a refusal that can name a longer context does
 UBATCHES_GPU = (4096, 2048, 1024, 512)
 LEAST_RESERVE = 256 * MIB  # of a GPU: for what its driver and kernels take by themselves; also where a size was asked for
+SMALLEST_RESERVE = 64 * MIB  # that the user may ask for
 RING_PIECES = 8  # TSG_RING_PIECES
 
 Ask = Callable[[Setting], Needs]
@@ -113,6 +115,8 @@ def make_plan(
     one token needs.
     """
     ask = needs or (lambda setting: estimated_needs(facts, setting))
+    if budget.reserve is not None and budget.reserve < SMALLEST_RESERVE and not device.is_cpu:
+        raise OptionError(f"--vram-reserve is {SMALLEST_RESERVE / GIB:g} GiB or more: the driver and kernels take memory by themselves")
     if budget.vram is not None:
         device = replace(device, free=min(device.free, budget.vram))
     n_ubatch = n_ubatch or pick_ubatch(device, lambda n: ask(Setting(n_ctx, n, kv, flash)).compute)
