@@ -13,15 +13,6 @@
 
 // ---- copies ----
 
-static bool link_delay(struct tsg_engine * e, bool begin, uint64_t bytes) {
-    const struct tsg_resident * r        = e->pager->resident;
-    uint64_t                    ns       = bytes * r->ps_per_byte / 1000;
-    tsg_cu_ptr                  mark     = r->link + sizeof(uint64_t);
-    void *                      params[] = { &mark, &ns };
-    return r->ps_per_byte == 0 ||
-           tsg_cuda_ok(r->cuda, r->cuda->launch(begin ? r->cuda->mark : r->cuda->delay, 1, 1, 1, 1, 1, 1, 0, e->side, params, NULL), "cuLaunchKernel");
-}
-
 static bool copy_row(struct tsg_engine * e, const struct ggml_tensor * to, const void * from, size_t size, int32_t slot) {
     const struct tsg_cuda * cuda = e->pager->resident->cuda;
     return tsg_cuda_ok(cuda, cuda->copy_to_device_async((tsg_cu_ptr) to->data + (size_t) slot * size, from, size, e->side), "cuMemcpyHtoDAsync");
@@ -30,14 +21,14 @@ static bool copy_row(struct tsg_engine * e, const struct ggml_tensor * to, const
 // On our side stream. What lay in the slot is read by nobody: the router's ids were waited for, and this step does not use it.
 static bool copy_beside(struct tsg_engine * e, const struct tsg_layer * layer, int32_t expert, int32_t slot) {
     const struct tsg_pool * pool = &e->pager->pools[layer->pool];
-    bool ok = tsg_cuda_enter(e->pager->resident->cuda) && link_delay(e, true, 0);
+    bool ok = tsg_cuda_enter(e->pager->resident->cuda) && tsg_resident_delay(e->pager, e->side, true, 0);
     for (int32_t p = 0; p < layer->n_parts && ok; p++) {
         const struct tsg_weight * w = &layer->weight[p];
         ok = copy_row(e, pool->slot[p], w->host + (size_t) expert * w->bytes, w->bytes, slot) &&
              (!w->bias || copy_row(e, pool->bias[p], w->bias + expert * w->ne1, (size_t) w->ne1 * sizeof(float), slot)) &&
              (!w->scale || copy_row(e, pool->scale[p], w->scale + expert, sizeof(float), slot));
     }
-    return ok && link_delay(e, false, tsg_layer_expert_bytes(layer));
+    return ok && tsg_resident_delay(e->pager, e->side, false, tsg_layer_expert_bytes(layer));
 }
 
 // ---- choosing ----

@@ -1,4 +1,4 @@
-// buffer.c - the expert buffer type: where llama.cpp's loader puts the expert weights, and memory that the device can read fast.
+// buffer.c - the expert buffer type: where llama.cpp's loader puts the expert weights and adapters to them, and memory that the device can read fast.
 #define _DEFAULT_SOURCE  // MAP_ANONYMOUS
 
 #include "pager.h"
@@ -34,7 +34,7 @@ struct address_buffer {
 
 // The model goes: from now on there is nothing to load from.
 static void forget_weights(struct tsg_pager * pager, const char * base, size_t size) {
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     for (int32_t l = 0; l < pager->n_layers; l++) {
         for (int32_t p = 0; p < pager->layers[l]->n_parts; p++) {
             struct tsg_weight * w = &pager->layers[l]->weight[p];
@@ -47,7 +47,7 @@ static void forget_weights(struct tsg_pager * pager, const char * base, size_t s
             }
         }
     }
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
 }
 
 static void tsg_buffer_free(ggml_backend_buffer_t buffer) {
@@ -119,15 +119,26 @@ static const char * tsg_buffer_type_get_name(ggml_backend_buffer_type_t buft) {
     return "Experts";
 }
 
-// The experts themselves were loaded: what still asks for memory here are the tensors of an adapter for them, which llama.cpp puts where the weights
-// lie that they adapt. They are multiplied as any other, and lie on the inner device.
-static ggml_backend_buffer_type_t adapter_type(ggml_backend_buffer_type_t buft) {
-    return pager_of(buft)->ready ? ggml_backend_dev_buffer_type(pager_of(buft)->inner) : NULL;
+// Every weight has its place: what comes now is no part of the model.
+static bool all_placed(const struct tsg_pager * pager) {
+    bool placed = pager->n_layers > 0;
+    for (int32_t l = 0; l < pager->n_layers; l++) {
+        for (int32_t p = 0; p < pager->layers[l]->n_parts; p++) {
+            placed &= pager->layers[l]->weight[p].place != NULL;
+        }
+    }
+    return placed;
+}
+
+// An adapter's tensors are put where the weight lies that they change. Beside experts that is here, but they are read whole and by expert id, as they are:
+// ordinary device memory.
+static ggml_backend_buffer_type_t inner_type(ggml_backend_buffer_type_t buft) {
+    return ggml_backend_dev_buffer_type(pager_of(buft)->inner);
 }
 
 static ggml_backend_buffer_t tsg_buffer_type_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
-    if (adapter_type(buft)) {
-        return ggml_backend_buft_alloc_buffer(adapter_type(buft), size);
+    if (all_placed(pager_of(buft))) {
+        return ggml_backend_buft_alloc_buffer(inner_type(buft), size);
     }
     struct address_buffer * addresses = malloc(sizeof(struct address_buffer));
     void *                  base      = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -150,12 +161,14 @@ static ggml_backend_buffer_t tsg_buffer_type_alloc_buffer(ggml_backend_buffer_ty
     return ggml_backend_buffer_init(buft, iface, addresses, size);
 }
 
+// What ggml measures a buffer by before it asks for one. Weights are only addresses, so that more than they need costs nothing.
 static size_t tsg_buffer_type_get_alignment(ggml_backend_buffer_type_t buft) {
-    return adapter_type(buft) ? ggml_backend_buft_get_alignment(adapter_type(buft)) : 64;
+    const size_t alignment = ggml_backend_buft_get_alignment(inner_type(buft));
+    return alignment > 64 ? alignment : 64;
 }
 
 static size_t tsg_buffer_type_get_alloc_size(ggml_backend_buffer_type_t buft, const struct ggml_tensor * tensor) {
-    return adapter_type(buft) ? ggml_backend_buft_get_alloc_size(adapter_type(buft), tensor) : ggml_nbytes(tensor);
+    return ggml_backend_buft_get_alloc_size(inner_type(buft), tensor);
 }
 
 // Not host: the loader must fill it through set_tensor, and the scheduler must not hand it to the CPU backend.

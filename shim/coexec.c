@@ -68,7 +68,11 @@ void tsg_coexec_describe(struct tsg_pager * pager) {
 }
 
 const char * tsg_pager_miss(struct tsg_pager * pager) {
-    return pager->coexec.text;
+    static _Thread_local char text[sizeof(pager->coexec.text)];  // the pager's own is written anew while others read
+    mtx_lock(&pager->lock);
+    memcpy(text, pager->coexec.text, sizeof(text));
+    mtx_unlock(&pager->lock);
+    return text;
 }
 
 enum tsg_status tsg_pager_use_cpu(struct tsg_pager * pager, void * cpu_device, int32_t n_threads) {
@@ -94,7 +98,7 @@ enum tsg_status tsg_pager_set_miss(struct tsg_pager * pager, const struct tsg_mi
     if (miss->mode != TSG_MISS_FETCH && !x->cpu) {
         return tsg_fail(TSG_E_STATE, "the model was loaded without the CPU for its misses");
     }
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     tsg_admit_settle(pager);
     const bool was_layers = x->miss.mode == TSG_MISS_LAYERS;
     x->miss      = *miss;
@@ -119,7 +123,7 @@ enum tsg_status tsg_pager_set_miss(struct tsg_pager * pager, const struct tsg_mi
         x->miss.mode = ok ? TSG_MISS_LAYERS : TSG_MISS_FETCH;
     }
     tsg_coexec_describe(pager);
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
     return ok ? TSG_OK : TSG_E_MEMORY;
 }
 

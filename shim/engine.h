@@ -1,4 +1,4 @@
-// engine.h - one stream of one model: what engine.c (host-driven), resident.c (device-resident decode) and stream.c (overlapped prefill) share.
+// engine.h - one stream of one model: what engine.c and step.c (host-driven), resident.c (device-resident decode) and stream.c (overlapped prefill) share.
 #pragma once
 
 #include "coexec.h"
@@ -52,6 +52,7 @@ struct tsg_replay {
 
 struct tsg_engine {
     struct tsg_pager *    pager;
+    struct tsg_engine *   next;  // of the same pager
     ggml_backend_t        inner;
     struct tsg_graph      graph;
     uint64_t              n_graphs;
@@ -62,7 +63,7 @@ struct tsg_engine {
     struct ggml_context * ctx;        // slot_ids, repeats
     ggml_backend_buffer_t buffer;
     struct ggml_tensor *  slot_ids;                // [n_used, n_tokens] on the device
-    struct ggml_tensor *  repeats[TSG_MAX_PARTS];  // scratch for scales, [n_slots x tokens]; NULL if no pool has scales
+    struct ggml_tensor *  repeats[TSG_MAX_PARTS];  // scratch for scales, [n_slots x tokens] of the largest pool there can be; NULL if no pool has scales
     struct tsg_corun *    corun;                   // misses on the CPU, NULL until the first
 
     bool                  timing;                  // the host-driven engine takes the times of the running graph
@@ -87,18 +88,21 @@ struct tsg_engine {
 };
 
 // engine.c
-struct tsg_pool * tsg_engine_pool(struct tsg_engine * e, const struct tsg_step * step);
-int64_t           tsg_engine_slot_tokens(const struct tsg_engine * e);  // a graph of up to so many tokens may go through slots
-void              tsg_engine_shape_ids(struct tsg_engine * e, const struct tsg_step * step);  // slot_ids as [n_used, n_tokens] of this step
-bool              tsg_engine_use_resident(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, struct tsg_counts * counts);
-int64_t           tsg_engine_step_tokens(const struct tsg_engine * e, const struct tsg_step * step);  // the same for one step
-bool              tsg_engine_read_ids(struct tsg_engine * e, const struct tsg_step * step);  // waits for the inner backend
-bool              tsg_engine_use_slots(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step);  // those in e->slot
-bool              tsg_engine_run_step(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, enum tsg_phase phase);
-enum ggml_status  tsg_engine_compute_range(struct tsg_engine * e, struct ggml_cgraph * graph, int from, int to);
+int64_t          tsg_engine_slot_tokens(const struct tsg_engine * e);  // a graph of up to so many tokens may go through slots
+int64_t          tsg_engine_step_tokens(const struct tsg_engine * e, const struct tsg_step * step);  // the same for one step
+bool             tsg_engine_brings(const struct tsg_engine * e, const struct tsg_step * step);  // whether experts have to be brought for this step
+bool             tsg_engine_use_resident(struct tsg_engine * e, struct ggml_cgraph * graph, struct tsg_counts * counts);  // steps whose experts are all there
+enum ggml_status tsg_engine_compute_range(struct tsg_engine * e, struct ggml_cgraph * graph, int from, int to);
 // The same without ggml-cuda's own CUDA graphs, which must stay out of a capture: a padding byte of the first node differs from call to call, so its
 // warm-up never completes.
 enum ggml_status tsg_engine_compute_plain(struct tsg_engine * e, struct ggml_cgraph * graph, int from, int to);
+
+// step.c
+struct tsg_pool * tsg_engine_pool(struct tsg_engine * e, const struct tsg_step * step);
+void              tsg_engine_shape_ids(struct tsg_engine * e, const struct tsg_step * step);  // slot_ids as [n_used, n_tokens] of this step
+bool              tsg_engine_read_ids(struct tsg_engine * e, const struct tsg_step * step);   // waits for the inner backend
+bool              tsg_engine_use_slots(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step);  // those in e->slot
+bool              tsg_engine_run_step(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, enum tsg_phase phase);
 
 // layers.c: a layer that decode computes from a prefill stage. Computes the graph up to *done if a prompt has used the stage since.
 enum ggml_status tsg_layers_use_stage(struct tsg_engine * e, struct ggml_cgraph * graph, const struct tsg_step * step, int * done);
@@ -106,10 +110,13 @@ enum ggml_status tsg_layers_use_stage(struct tsg_engine * e, struct ggml_cgraph 
 // resident.c: where the slot maps are. The pager is locked.
 bool tsg_resident_to_device(struct tsg_pager * pager);
 bool tsg_resident_show_maps(struct tsg_pager * pager);  // copies slot_of for kernels that only read it; the maps stay on the host
+// For what-if runs: all that the stream does between a call with `begin` and one without takes at least as long as `bytes` would over the slower link.
+bool tsg_resident_delay(const struct tsg_pager * pager, tsg_cu_stream stream, bool begin, uint64_t bytes);
 
 // replay.c
 bool             tsg_resident_engine_init(struct tsg_engine * e);  // false: no memory for streams and events
 void             tsg_resident_engine_free(struct tsg_engine * e);
+void             tsg_resident_engine_forget(struct tsg_engine * e);  // captured graphs: the pools move
 void             tsg_resident_engine_wait(struct tsg_engine * e);  // for our streams: bookkeeping runs behind what the inner one waits for
 bool             tsg_ours_waits(struct tsg_engine * e, tsg_cu_stream stream, int event);   // until the inner stream has come to here
 bool             tsg_inner_waits(struct tsg_engine * e, tsg_cu_stream stream, int event);  // the other way round

@@ -6,7 +6,7 @@
 // ---- counters ----
 
 void tsg_pager_stats(struct tsg_pager * pager, struct tsg_stats * out) {
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     *out = (struct tsg_stats) {
         .phase         = { pager->counts[0], pager->counts[1] },
         .host_rung     = pager->host.rung,
@@ -30,11 +30,11 @@ void tsg_pager_stats(struct tsg_pager * pager, struct tsg_stats * out) {
         out->slots_used   += pool->slots.n_used;
         out->all_resident &= pool->resident;
     }
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
 }
 
 void tsg_pager_reset_stats(struct tsg_pager * pager) {
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     tsg_resident_to_host(pager);
     tsg_resident_reset_counts(pager);
     memset(pager->counts, 0, sizeof(pager->counts));
@@ -45,26 +45,26 @@ void tsg_pager_reset_stats(struct tsg_pager * pager) {
         memset(slots->misses, 0, sizeof(uint64_t) * (size_t) slots->n_experts);
         memset(slots->prefill, 0, sizeof(uint64_t) * (size_t) slots->n_experts);
     }
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
 }
 
 enum tsg_status tsg_pager_set_policy(struct tsg_pager * pager, enum tsg_policy policy) {
     if (policy < TSG_POLICY_LFRU || policy > TSG_POLICY_FIFO) {
         return tsg_fail(TSG_E_ARGUMENT, "there is no policy %d", (int) policy);
     }
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     tsg_resident_to_host(pager);
     pager->policy = policy;
     for (int32_t i = 0; i < pager->n_pools; i++) {
         tsg_slots_set_policy(&pager->pools[i].slots, policy);
     }
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
     return TSG_OK;
 }
 
 enum tsg_status tsg_pager_check_integrity(struct tsg_pager * pager) {
     const char * wrong = NULL;
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     tsg_resident_to_host(pager);
     for (int32_t i = 0; i < pager->n_pools && !wrong; i++) {
         wrong = tsg_slots_check(&pager->pools[i].slots);
@@ -76,7 +76,7 @@ enum tsg_status tsg_pager_check_integrity(struct tsg_pager * pager) {
         }
         wrong = c.hits + c.misses != c.lookups ? "hits and misses do not add up to lookups" : NULL;
     }
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
     return wrong ? tsg_fail(TSG_E_STATE, "%s", wrong) : TSG_OK;
 }
 
@@ -101,7 +101,7 @@ static enum tsg_status enter(struct tsg_pager * pager, bool there, int32_t layer
     if (!there) {
         return tsg_fail(TSG_E_STATE, "the model is not loaded");
     }
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     tsg_admit_settle(pager);
     tsg_resident_to_host(pager);
     return TSG_OK;
@@ -109,8 +109,13 @@ static enum tsg_status enter(struct tsg_pager * pager, bool there, int32_t layer
 
 // For the return value of those who entered.
 static enum tsg_status leave(struct tsg_pager * pager, enum tsg_status status) {
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
     return status;
+}
+
+// In graphs: a pool has `period` ticks in each, and the first step is tick 2.
+static uint64_t graph_of(const struct tsg_slots * slots, uint64_t tick) {
+    return tick > 1 ? 1 + (tick - 2) / slots->period : 0;
 }
 
 static struct tsg_expert describe(const struct tsg_slots * slots, int32_t id) {
@@ -120,7 +125,7 @@ static struct tsg_expert describe(const struct tsg_slots * slots, int32_t id) {
         .hits     = slots->hits[id],
         .misses   = slots->misses[id],
         .uses     = slots->hits[id] + slots->misses[id] - slots->prefill[id],
-        .last_use = slots->use[id].last ? 1 + (slots->use[id].last - 2) / slots->period : 0,  // the first step is tick 2
+        .last_use = graph_of(slots, slots->use[id].last),
     };
 }
 
@@ -144,6 +149,37 @@ enum tsg_status tsg_expert_get_layer(struct tsg_pager * pager, int32_t layer, st
         out[e] = describe(&pager->pools[l->pool].slots, l->first + e);
     }
     return leave(pager, TSG_OK);
+}
+
+enum tsg_status tsg_pager_map(struct tsg_pager * pager, struct tsg_map * out, uint8_t * resident, uint64_t * hits, uint64_t * misses, uint64_t * last_use) {
+    if (!pager->committed) {
+        return tsg_fail(TSG_E_STATE, "the model is not loaded");
+    }
+    tsg_pager_lock(pager);
+    tsg_resident_look(pager);
+    *out = (struct tsg_map) { .phase = { pager->counts[0], pager->counts[1] }, .all_resident = true };
+    tsg_resident_add_counts(pager, &out->phase[TSG_DECODE]);
+    for (int32_t i = 0; i < pager->n_pools; i++) {
+        const struct tsg_slots * slots = &pager->pools[i].slots;
+        const uint64_t           tick  = graph_of(slots, slots->clock);
+        out->tick          = tick > out->tick ? tick : out->tick;
+        out->slots_total  += slots->n_slots;
+        out->slots_used   += slots->n_used;
+        out->all_resident &= pager->pools[i].resident;
+    }
+    for (int32_t i = 0, at = 0; i < pager->n_layers; i++) {
+        const struct tsg_layer * layer = pager->layers[i];
+        const struct tsg_slots * slots = &pager->pools[layer->pool].slots;
+        for (int32_t e = 0; e < layer->n_expert; e++, at++) {
+            const struct tsg_expert x = describe(slots, layer->first + e);
+            resident[at]            = x.slot >= 0;
+            hits[at]                = x.hits;
+            misses[at]              = x.misses;
+            last_use[at]            = x.last_use;
+        }
+    }
+    tsg_pager_unlock(pager);
+    return TSG_OK;
 }
 
 enum tsg_status tsg_expert_host(struct tsg_pager * pager, int32_t layer, int32_t expert, int32_t part, const void ** data, size_t * size) {

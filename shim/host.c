@@ -323,3 +323,121 @@ enum tsg_status tsg_host_open(struct tsg_pager * pager, bool (*progress)(float f
     }
     return r.status;
 }
+
+// ---- what is resident no longer ----
+
+static bool is_new(const struct tsg_pager * pager, const struct tsg_weight * w, const bool * paged) {
+    return !w->copy && paged[w->layer->pool] && pager->pools[w->layer->pool].resident;
+}
+
+static bool has_new(const struct tsg_pager * pager, const struct tsg_chunk * chunk, const bool * paged) {
+    bool any = false;
+    for (int32_t i = chunk->first; i < chunk->first + chunk->n && !chunk->registered; i++) {
+        any |= is_new(pager, pager->host.weights[i], paged);
+    }
+    return any;
+}
+
+// On false nothing more is registered than before.
+static bool register_new(struct tsg_pager * pager, const bool * paged, struct report * r) {
+    struct tsg_host * host = &pager->host;
+    bool              ok   = host->ops->register_range != NULL;
+    int32_t           n    = 0;
+    bool *            done = calloc((size_t) host->n_chunks + 1, sizeof(bool));
+    if (!ok) {
+        tsg_fail(TSG_E_STATE, "%s cannot register a mapping", ggml_backend_dev_name(pager->inner));
+    }
+    for (; n < host->n_chunks && ok && done; n++) {
+        done[n] = has_new(pager, &host->chunks[n], paged);
+        ok      = !done[n] || (populate(host, &host->chunks[n], r) && register_chunk(pager, &host->chunks[n]));
+    }
+    for (int32_t i = 0; i < n && !ok; i++) {
+        if (done[i]) {
+            unregister(pager, &host->chunks[i]);
+        }
+    }
+    ok = ok && done;
+    free(done);
+    return ok;
+}
+
+// The mapping stays: somebody may hold an address in it. On false no more is copied than before.
+static bool copy_new(struct tsg_pager * pager, const bool * paged, struct report * r) {
+    struct tsg_host * host = &pager->host;
+    bool              ok   = true;
+    for (int32_t c = 0; c < host->n_chunks && ok; c++) {
+        struct tsg_chunk * chunk = &host->chunks[c];
+        ok = !has_new(pager, chunk, paged) || populate(host, chunk, r);
+        for (int32_t i = chunk->first; i < chunk->first + chunk->n && ok; i++) {
+            struct tsg_weight * w    = host->weights[i];
+            const uint8_t *     from = w->host;
+            if (!chunk->registered && is_new(pager, w, paged)) {
+                ok        = copy_weight(pager, w);
+                w->before = ok ? from : NULL;
+            }
+        }
+    }
+    for (int32_t i = 0; i < host->n_weights; i++) {
+        struct tsg_weight * w = host->weights[i];
+        if (w->before && !ok) {
+            host->ops->free_pinned(pager, w->copy);
+            w->copy = NULL;
+            w->host = w->before;
+        }
+        w->before = NULL;
+    }
+    return ok;
+}
+
+enum tsg_status tsg_host_page(struct tsg_pager * pager, const bool * paged, bool must_lock) {
+    struct tsg_host * host  = &pager->host;
+    struct report     r     = { .status = TSG_OK };
+    uint64_t          bytes = 0;
+    bool              idle  = true;  // nothing was paged so far
+    char              size[32], room[32];
+    for (int32_t i = 0; i < host->n_chunks; i++) {
+        bytes += has_new(pager, &host->chunks[i], paged) ? host->chunks[i].size : 0;
+    }
+    for (int32_t i = 0; i < pager->n_pools; i++) {
+        idle &= pager->pools[i].resident;
+    }
+    if (bytes == 0 || host->rung == TSG_HOST_PAGEABLE) {
+        return TSG_OK;
+    }
+    size_text(size, sizeof(size), bytes);
+    if (!host->ops) {
+        host->text[0] = idle ? 0 : host->text[0];
+        append(host->text, sizeof(host->text), idle ? "mapped: %s of the file as it is, %s reads them there" : "; and %s more, which %s reads there", size,
+               ggml_backend_dev_name(pager->inner));
+        return TSG_OK;
+    }
+    host->why[0] = 0;
+    const uint64_t available = host->ops->available(pager);
+    if (available < bytes) {
+        size_text(room, sizeof(room), available);
+        append(host->why, sizeof(host->why), "; of memory %s may be page-locked, and these experts are %s", room, size);
+    } else if (register_new(pager, paged, &r)) {
+        host->text[0] = idle ? 0 : host->text[0];
+        append(host->text, sizeof(host->text), idle ? "mapped: %s registered" : "; %s more registered", size);
+        return TSG_OK;
+    } else if (r.status == TSG_OK) {
+        append(host->why, sizeof(host->why), "; registering failed: %s", tsg_last_error());
+        if (copy_new(pager, paged, &r)) {
+            host->rung    = TSG_HOST_PINNED;
+            host->text[0] = idle ? 0 : host->text[0];
+            append(host->text, sizeof(host->text), idle ? "pinned copy of %s%s" : "; pinned copy of %s%s", size, host->why);
+            return TSG_OK;
+        }
+        append(host->why, sizeof(host->why), "; page-locked copies failed: %s", tsg_last_error());
+    }
+    if (r.status != TSG_OK) {
+        return r.status;
+    }
+    if (must_lock) {
+        return tsg_fail(TSG_E_MEMORY, "the experts that would leave the device cannot be page-locked, as its engine needs%s: the expert cache stays", host->why);
+    }
+    host->rung    = TSG_HOST_PAGEABLE;
+    host->text[0] = idle ? 0 : host->text[0];
+    append(host->text, sizeof(host->text), idle ? "pageable: %s of the file, without any page-locked memory%s" : "; %s of the file pageable%s", size, host->why);
+    return TSG_OK;
+}

@@ -75,6 +75,9 @@ bool            tsg_host_has(const struct tsg_pager * pager, const struct tsg_we
 // host.c
 void            tsg_host_init(struct tsg_pager * pager);
 enum tsg_status tsg_host_open(struct tsg_pager * pager, bool (*progress)(float fraction, void * data), void * data);  // again: from the start
+// Pools that held everything will page: `paged`[n_pools] says which. Their experts climb down the same ladder, and the addresses that somebody may hold stay
+// readable. `must_lock`: the last rung will not do. On failure nothing changed.
+enum tsg_status tsg_host_page(struct tsg_pager * pager, const bool * paged, bool must_lock);
 void            tsg_host_close(struct tsg_pager * pager);  // nobody copies any more
 void            tsg_host_free(struct tsg_pager * pager);
 

@@ -42,6 +42,7 @@ void tsg_pager_unref(struct tsg_pager * pager) {
     }
     ggml_backend_buffer_free(pager->tables);
     tsg_cuda_close(pager->cuda);
+    mtx_destroy(&pager->turn);
     mtx_destroy(&pager->lock);
     free(pager->pools);
     free(pager->layers);
@@ -61,6 +62,7 @@ enum tsg_status tsg_pager_new(void * inner_device, enum tsg_policy policy, enum 
     pager->policy       = policy;
     pager->engine       = engine;
     atomic_init(&pager->refs, 1);
+    mtx_init(&pager->turn, mtx_plain);
     mtx_init(&pager->lock, mtx_plain);
     tsg_buffer_type_init(pager);
     tsg_device_init(pager);
@@ -96,7 +98,7 @@ enum tsg_status tsg_pager_add_pool(struct tsg_pager * pager, int64_t n_slots, in
         return tsg_fail(TSG_E_MEMORY, "no memory for a pool");
     }
     pager->pools                 = pools;
-    pager->pools[pager->n_pools] = (struct tsg_pool) { .n_slots = (int32_t) n_slots, .n_stages = n_stages };
+    pager->pools[pager->n_pools] = (struct tsg_pool) { .n_slots = (int32_t) n_slots, .want_stages = n_stages };
     *pool                        = pager->n_pools++;
     return TSG_OK;
 }
@@ -243,13 +245,21 @@ static enum tsg_status commit_pool(struct tsg_pager * pager, struct tsg_pool * p
     if (pool->n_layers == 0 || pool->n_slots < pool->max_used) {
         return tsg_fail(TSG_E_ARGUMENT, "a pool of %d slots cannot hold the %d experts that one token needs", pool->n_slots, pool->max_used);
     }
-    pool->n_slots  = pool->n_slots < pool->n_experts ? pool->n_slots : pool->n_experts;
-    pool->resident = pool->n_slots == pool->n_experts;
-    pool->n_stages = pool->resident ? 0 : pool->n_stages;
+    pool->n_slots = pool->n_slots < pool->n_experts ? pool->n_slots : pool->n_experts;
     if (!tsg_slots_init(&pool->slots, pager->policy, pool->n_slots, pool->n_experts, pool->n_layers)) {
         return tsg_fail(TSG_E_MEMORY, "no memory for the bookkeeping of %d experts", pool->n_experts);
     }
     return tsg_pool_alloc(pager, pool);
+}
+
+void tsg_pager_view_resident(struct tsg_pager * pager) {
+    for (int32_t i = 0; i < pager->n_layers; i++) {
+        struct tsg_layer * layer = pager->layers[i];
+        struct tsg_pool *  pool  = &pager->pools[layer->pool];
+        for (int32_t p = 0; p < layer->n_parts && pool->resident; p++) {
+            tsg_pool_view(&layer->resident[p], pool->slot[p], layer->first, layer->n_expert);
+        }
+    }
 }
 
 enum tsg_status tsg_pager_commit(struct tsg_pager * pager) {
@@ -267,19 +277,13 @@ enum tsg_status tsg_pager_commit(struct tsg_pager * pager) {
         free_pools(pager);
         return tsg_fail(TSG_E_MEMORY, "no host memory for the experts' biases and scales");
     }
-    for (int32_t i = 0; i < pager->n_layers; i++) {
-        struct tsg_layer * layer = pager->layers[i];
-        struct tsg_pool *  pool  = &pager->pools[layer->pool];
-        for (int32_t p = 0; p < layer->n_parts && pool->resident; p++) {
-            tsg_pool_view(&layer->resident[p], pool->slot[p], layer->first, layer->n_expert);
-        }
-    }
+    tsg_pager_view_resident(pager);
     pager->committed = true;
     return TSG_OK;
 }
 
 // Device-resident where that is possible and was not ruled out.
-static enum tsg_status choose_engine(struct tsg_pager * pager) {
+enum tsg_status tsg_pager_choose_engine(struct tsg_pager * pager) {
     bool all_resident = true;
     for (int32_t i = 0; i < pager->n_pools; i++) {
         all_resident &= pager->pools[i].resident;
@@ -309,6 +313,21 @@ static bool host_complete(const struct tsg_pager * pager) {
     return complete;
 }
 
+// Biases and scales of a layer whose experts all have slots. Nobody reads them there before the pool gets smaller.
+static void fill_tables(struct tsg_pool * pool, const struct tsg_layer * layer) {
+    const size_t first = (size_t) layer->first, n = (size_t) layer->n_expert;
+    for (int32_t p = 0; p < layer->n_parts; p++) {
+        const struct tsg_weight * w   = &layer->weight[p];
+        const size_t              row = (size_t) w->ne1 * sizeof(float);
+        if (w->bias) {
+            ggml_backend_tensor_set(pool->bias[p], w->bias, first * row, n * row);
+        }
+        if (w->scale) {
+            ggml_backend_tensor_set(pool->scale[p], w->scale, first * sizeof(float), n * sizeof(float));
+        }
+    }
+}
+
 enum tsg_status tsg_pager_ready(struct tsg_pager * pager, bool (*progress)(float fraction, void * data), void * data) {
     if (!pager->committed) {
         return tsg_fail(TSG_E_STATE, "a pager is committed before it is loaded");
@@ -327,7 +346,13 @@ enum tsg_status tsg_pager_ready(struct tsg_pager * pager, bool (*progress)(float
             tsg_slots_fill(&pager->pools[i].slots);
         }
     }
-    status       = status == TSG_OK ? choose_engine(pager) : status;
+    for (int32_t i = 0; i < pager->n_layers && status == TSG_OK; i++) {
+        struct tsg_pool * pool = &pager->pools[pager->layers[i]->pool];
+        if (pool->resident) {
+            fill_tables(pool, pager->layers[i]);
+        }
+    }
+    status       = status == TSG_OK ? tsg_pager_choose_engine(pager) : status;
     tsg_coexec_describe(pager);
     pager->ready = status == TSG_OK;
     return status;
@@ -338,15 +363,18 @@ const char * tsg_pager_host(struct tsg_pager * pager) {
 }
 
 const char * tsg_pager_engine(struct tsg_pager * pager) {
-    return tsg_coexec_on(pager) ? "host-driven, as the CPU computes misses" : pager->why;
+    mtx_lock(&pager->lock);
+    const char * text = tsg_coexec_on(pager) ? "host-driven, as the CPU computes misses" : pager->why;
+    mtx_unlock(&pager->lock);
+    return text;
 }
 
 enum tsg_status tsg_pager_set_link(struct tsg_pager * pager, double bytes_per_second) {
     if (!pager->resident) {
         return tsg_fail(TSG_E_ARGUMENT, "only the device engine can slow down the link, and this is: %s", pager->why);
     }
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     tsg_resident_throttle(pager, bytes_per_second);
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
     return TSG_OK;
 }

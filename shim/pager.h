@@ -11,6 +11,7 @@
 //   device.c   the proxy device that llama.cpp is given
 //   backend.c  its backend: forwards to the inner one, graphs go through the engine
 //   engine.c   the host-driven engine: cuts a graph at the expert layers, makes routed experts resident, points the nodes at slots
+//   step.c     one step of it
 //   coexec.c   the same with two computers: misses on the CPU
 //   chain.c    what the CPU computes of a layer: found in the graph, cloned
 //   cpu.c      the thread that does
@@ -25,6 +26,7 @@
 //   profile.c  where the time goes
 //   measure.c  what this machine can do, without a model
 //   cuda.c     the CUDA driver, found at run time
+//   resize.c   pools of another size while the model is open; survivors.c says who stays
 //   pool.c     device memory of the slots and copies into it
 //   slots.c    which expert lies in which slot; policy.h says which one leaves
 #pragma once
@@ -48,6 +50,7 @@ struct tsg_weight {
     int32_t         shard;    // where it lies: index of the file,
     uint64_t        offset;   // and byte in it
     const uint8_t * host;     // [n_expert][bytes] in the host pool, NULL until the pager is ready
+    const uint8_t * before;   // where host was, while copies are made that may have to be undone
     void *          copy;     // handle of a page-locked copy, NULL: host is in the mapping
     const void *    place;    // the address that the loader knows, NULL before it has placed the tensor
     size_t          arrived;  // bytes that the loader has offered
@@ -84,7 +87,8 @@ struct tsg_pool {
     struct tsg_ring *       ring;      // the way of its experts to the device, NULL: straight
     struct ggml_context *   ctx;
     struct ggml_context *   stage_ctx;
-    int32_t                 n_stages;  // 0 if resident; 2 let the next layer be copied while one computes
+    int32_t                 want_stages;  // 2 let the next layer be copied while one computes
+    int32_t                 n_stages;     // the same; 0 if resident
     int32_t *               before;    // [n_slots] what lay in the slots before whole layers did; NULL: none do
     const struct tsg_layer * held[TSG_MAX_STAGES];  // the layer that a stage holds for decode; NULL: prefill has used it
     ggml_backend_buffer_t   buffer;
@@ -113,8 +117,12 @@ struct tsg_pager {
     bool                            inner_is_cpu;
     enum tsg_policy                 policy;
     atomic_int                      refs;  // the caller's, one per buffer, one per backend
-    mtx_t                           lock;  // held while a graph is computed and while slots change by hand
+    mtx_t                           turn;  // held by whoever is next at the lock
+    mtx_t                           lock;  // held while a graph is computed and while slots change by hand; see tsg_pager_lock()
+    struct tsg_engine *             engines; // all, linked
     struct tsg_engine *             active;  // whose kernels may still read slots
+    uint64_t                        n_resized;
+    bool                            broken;  // a resize could neither be done nor undone: there are no slots
     bool                            committed;
     bool                            ready;     // the host pool is complete
     enum tsg_engine_kind            engine;    // what the caller asked for
@@ -135,6 +143,17 @@ struct tsg_pager {
     struct tsg_counts     counts[2];
 };
 
+// A thread that decodes has the lock nearly all the time and wants it back at once: without turns the others might never get it.
+static inline void tsg_pager_lock(struct tsg_pager * pager) {
+    mtx_lock(&pager->turn);
+    mtx_lock(&pager->lock);
+    mtx_unlock(&pager->turn);
+}
+
+static inline void tsg_pager_unlock(struct tsg_pager * pager) {
+    mtx_unlock(&pager->lock);
+}
+
 static inline size_t tsg_weight_bytes(const struct tsg_weight * w) {
     return w->bytes * (size_t) w->layer->n_expert;
 }
@@ -145,6 +164,8 @@ enum tsg_status tsg_fail(enum tsg_status status, const char * format, ...) __att
 // life
 void tsg_pager_ref(struct tsg_pager * pager);
 void tsg_pager_unref(struct tsg_pager * pager);
+void tsg_pager_view_resident(struct tsg_pager * pager);            // for the layers of pools that hold everything: their part of it
+enum tsg_status tsg_pager_choose_engine(struct tsg_pager * pager);  // and why; TSG_E_STATE if the one asked for cannot be
 
 // buffer.c
 void                  tsg_buffer_type_init(struct tsg_pager * pager);
@@ -159,7 +180,9 @@ void           tsg_device_init(struct tsg_pager * pager);
 ggml_backend_t tsg_backend_new(struct tsg_pager * pager, const char * params);
 
 // pool.c
-enum tsg_status tsg_pool_alloc(struct tsg_pager * pager, struct tsg_pool * pool);
+enum tsg_status tsg_pool_alloc(struct tsg_pager * pager, struct tsg_pool * pool);  // device memory for n_slots; stages that there are stay
+void            tsg_pool_release_slots(struct tsg_pool * pool);  // device memory goes, the bookkeeping stays
+void            tsg_pool_release_stages(struct tsg_pool * pool);
 void            tsg_pool_free(struct tsg_pool * pool);
 size_t          tsg_layer_expert_bytes(const struct tsg_layer * layer);  // payload of one expert
 void            tsg_pool_view(struct ggml_tensor * view, const struct ggml_tensor * tensor, int64_t first, int64_t n);  // experts [first, first + n)
@@ -171,7 +194,9 @@ void tsg_pool_slot_to_stage(struct tsg_pool * pool, ggml_backend_t backend, int3
 // resident.c
 bool tsg_resident_init(struct tsg_pager * pager);  // false, and why in tsg_last_error(): stay host-driven
 void tsg_resident_free(struct tsg_pager * pager);
-void tsg_resident_to_host(struct tsg_pager * pager);  // brings the slot maps home; the pager is locked
+bool tsg_resident_renew(struct tsg_pager * pager);  // for pools of another size; the maps are on the host. False: nothing changed, see tsg_last_error()
+void tsg_resident_look(struct tsg_pager * pager);     // the host can read the slot maps, which stay where they are; the pager is locked
+void tsg_resident_to_host(struct tsg_pager * pager);  // brings the slot maps home; likewise
 void tsg_resident_add_counts(const struct tsg_pager * pager, struct tsg_counts * counts);
 void tsg_resident_reset_counts(struct tsg_pager * pager);
 void tsg_resident_throttle(struct tsg_pager * pager, double bytes_per_second);

@@ -25,28 +25,19 @@ static struct ggml_context * tensors_only(void) {
     return ggml_init((struct ggml_init_params) { .mem_size = ggml_tensor_overhead() * 4 * TSG_MAX_PARTS, .no_alloc = true });
 }
 
-// The slots and, unless everything is resident, stages of one layer for prefill. Both with one expert of zeros behind the last, which ne does not
-// count. Where the CPU computes misses there is one more, which ne counts: the device is pointed at it for what the CPU computes.
-enum tsg_status tsg_pool_alloc(struct tsg_pager * pager, struct tsg_pool * pool) {
+// Slots, with one expert of zeros behind the last, which ne does not count. Where the CPU computes misses there is one more, which ne counts: the device is
+// pointed at it for what the CPU computes.
+static bool alloc_slots(struct tsg_pager * pager, struct tsg_pool * pool) {
     const int64_t n_slots = pool->n_slots + 1 + (pager->coexec.cpu && !pool->resident);
-    pool->ctx       = tensors_only();
-    pool->stage_ctx = tensors_only();
+    pool->ctx             = tensors_only();
     for (int32_t p = 0; p < pool->n_parts; p++) {
         const struct tsg_weight * w = &pool->layout[p];
         pool->slot[p]  = ggml_new_tensor_3d(pool->ctx, w->type, w->ne0, w->ne1, n_slots);
         pool->bias[p]  = w->bias ? ggml_new_tensor_2d(pool->ctx, GGML_TYPE_F32, w->ne1, n_slots) : NULL;
         pool->scale[p] = w->scale ? ggml_new_tensor_1d(pool->ctx, GGML_TYPE_F32, n_slots) : NULL;
-        for (int32_t i = 0; i < pool->n_stages; i++) {
-            pool->stage[i][p] = ggml_new_tensor_3d(pool->stage_ctx, w->type, w->ne0, w->ne1, pool->max_expert + 1);
-        }
     }
-    pool->buffer       = alloc_zeroed(pager, pool->ctx);
-    pool->stage_buffer = pool->buffer && !pool->resident ? alloc_zeroed(pager, pool->stage_ctx) : NULL;
-    if (!pool->buffer || (!pool->resident && !pool->stage_buffer)) {
-        return tsg_fail(TSG_E_MEMORY, "%s has no room for a pool of %d experts of %.1f MiB: give a smaller expert cache",
-                        ggml_backend_dev_name(pager->inner), pool->n_slots, (double) tsg_layer_expert_bytes(pool->layout->layer) / (1 << 20));
-    }
-    for (int32_t p = 0; p < pool->n_parts; p++) {
+    pool->buffer = alloc_zeroed(pager, pool->ctx);
+    for (int32_t p = 0; p < pool->n_parts && pool->buffer; p++) {
         pool->slot[p]->ne[2]--;
         if (pool->bias[p]) {
             pool->bias[p]->ne[1]--;
@@ -54,23 +45,58 @@ enum tsg_status tsg_pool_alloc(struct tsg_pager * pager, struct tsg_pool * pool)
         if (pool->scale[p]) {
             pool->scale[p]->ne[0]--;
         }
-        for (int32_t i = 0; i < pool->n_stages; i++) {
+    }
+    return pool->buffer != NULL;
+}
+
+// Stages of one layer for prefill, likewise with an expert of zeros behind the last.
+static bool alloc_stages(struct tsg_pager * pager, struct tsg_pool * pool) {
+    pool->stage_ctx = tensors_only();
+    for (int32_t i = 0; i < pool->n_stages; i++) {
+        for (int32_t p = 0; p < pool->n_parts; p++) {
+            const struct tsg_weight * w = &pool->layout[p];
+            pool->stage[i][p]           = ggml_new_tensor_3d(pool->stage_ctx, w->type, w->ne0, w->ne1, pool->max_expert + 1);
+        }
+    }
+    pool->stage_buffer = alloc_zeroed(pager, pool->stage_ctx);
+    for (int32_t i = 0; i < pool->n_stages && pool->stage_buffer; i++) {
+        for (int32_t p = 0; p < pool->n_parts; p++) {
             pool->stage[i][p]->ne[2]--;
         }
     }
+    return pool->stage_buffer != NULL;
+}
+
+enum tsg_status tsg_pool_alloc(struct tsg_pager * pager, struct tsg_pool * pool) {
+    pool->resident = pool->n_slots == pool->n_experts;
+    pool->n_stages = pool->resident ? 0 : pool->want_stages;
+    if (!alloc_slots(pager, pool) || (!pool->resident && !pool->stage_buffer && !alloc_stages(pager, pool))) {
+        return tsg_fail(TSG_E_MEMORY, "%s has no room for a pool of %d experts of %.1f MiB: give a smaller expert cache",
+                        ggml_backend_dev_name(pager->inner), pool->n_slots, (double) tsg_layer_expert_bytes(pool->layout->layer) / (1 << 20));
+    }
     return TSG_OK;
+}
+
+void tsg_pool_release_slots(struct tsg_pool * pool) {
+    ggml_backend_buffer_free(pool->buffer);
+    ggml_free(pool->ctx);
+    pool->buffer = NULL;  // a commit that failed half-way may be tried again
+    pool->ctx    = NULL;
+}
+
+void tsg_pool_release_stages(struct tsg_pool * pool) {
+    ggml_backend_buffer_free(pool->stage_buffer);
+    ggml_free(pool->stage_ctx);
+    pool->stage_buffer = NULL;
+    pool->stage_ctx    = NULL;
 }
 
 void tsg_pool_free(struct tsg_pool * pool) {
     tsg_slots_free(&pool->slots);
     free(pool->before);
     pool->before = NULL;
-    ggml_backend_buffer_free(pool->buffer);
-    ggml_backend_buffer_free(pool->stage_buffer);
-    ggml_free(pool->ctx);
-    ggml_free(pool->stage_ctx);
-    pool->buffer = pool->stage_buffer = NULL;  // a commit that failed half-way may be tried again
-    pool->ctx = pool->stage_ctx = NULL;
+    tsg_pool_release_slots(pool);
+    tsg_pool_release_stages(pool);
 }
 
 // ---- copies ----

@@ -80,9 +80,9 @@ enum tsg_status tsg_pager_set_profile(struct tsg_pager * pager, bool on) {
     if (!pager->ready) {
         return tsg_fail(TSG_E_STATE, "the model is not loaded yet");
     }
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     const enum tsg_status status = take_times(pager, on);
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
     return status;
 }
 
@@ -90,7 +90,7 @@ enum tsg_status tsg_pager_layer_time(struct tsg_pager * pager, int32_t layer, st
     if (!pager->profile.on || layer < 0 || layer > pager->n_layers) {
         return tsg_fail(TSG_E_ARGUMENT, pager->profile.on ? "there is no layer %d" : "no times are taken", layer);
     }
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     struct tsg_resident * r  = pager->resident;
     bool                  ok = true;
     *out                     = pager->profile.layers[layer];
@@ -103,7 +103,7 @@ enum tsg_status tsg_pager_layer_time(struct tsg_pager * pager, int32_t layer, st
             out->ns[i] += time.sum.ns[i];
         }
     }
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
     return ok ? TSG_OK : TSG_E_STATE;
 }
 

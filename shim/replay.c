@@ -101,15 +101,12 @@ static enum ggml_status issue(struct tsg_engine * e, struct ggml_cgraph * graph,
     if (!tsg_profile_stamp(e, output, TSG_STAMP_BEGIN)) {
         return GGML_STATUS_FAILED;
     }
+    if (!tsg_engine_use_resident(e, graph, counts)) {
+        return GGML_STATUS_ALLOC_FAILED;
+    }
     for (int i = 0; i < e->graph.n_steps; i++) {
         const struct tsg_step * step = &e->graph.steps[i];
-        if (tsg_engine_pool(e, step)->resident) {
-            if (!tsg_engine_use_resident(e, graph, step, counts)) {
-                return GGML_STATUS_ALLOC_FAILED;
-            }
-            continue;
-        }
-        if (ggml_nelements(step->ids) == 0) {
+        if (!tsg_engine_brings(e, step)) {
             continue;
         }
         const enum ggml_status status = issue_step(e, graph, step, is_last_of_pool(e, i), &done);
@@ -197,14 +194,13 @@ static bool capture(struct tsg_engine * e, struct ggml_cgraph * graph, struct ts
     return ok;
 }
 
-// For weights that are not quantised ggml-cuda may multiply through a path that synchronises the stream, which a capture does not survive.
-static bool capturable(const struct tsg_engine * e) {
-    for (int i = 0; i < e->graph.n_steps; i++) {
-        const struct tsg_layer * layer = e->graph.steps[i].layer;
-        for (int32_t p = 0; p < layer->n_parts; p++) {
-            if (!ggml_is_quantized(layer->weight[p].type)) {
-                return false;
-            }
+// Where weights are not quantised, an expert's or an adapter's, ggml-cuda may multiply through a path that synchronises the stream, which a capture does not
+// survive.
+static bool capturable(const struct ggml_cgraph * graph) {
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const struct ggml_tensor * node = graph->nodes[i];
+        if (node->op == GGML_OP_MUL_MAT_ID && !ggml_is_quantized(node->src[0]->type)) {
+            return false;
         }
     }
     return true;
@@ -249,7 +245,7 @@ enum ggml_status tsg_resident_decode(struct tsg_engine * e, struct ggml_cgraph *
     if (!tsg_cuda_enter(r->cuda) || !tsg_resident_to_device(e->pager)) {
         return GGML_STATUS_FAILED;
     }
-    if (graph->uid && !e->no_capture && capturable(e)) {
+    if (graph->uid && !e->no_capture && capturable(graph)) {
         struct tsg_replay * replay = find_replay(e, graph->uid);
         if (replay) {
             for (int i = 0; i < e->graph.n_steps; i++) {
@@ -294,20 +290,30 @@ void tsg_resident_engine_wait(struct tsg_engine * e) {
     }
 }
 
+void tsg_resident_engine_forget(struct tsg_engine * e) {
+    const struct tsg_resident * r = e->pager->resident;
+    if (r) {
+        tsg_cuda_enter(r->cuda);
+    }
+    for (int i = 0; i < TSG_MAX_REPLAYS; i++) {
+        if (r && e->replays[i].exec) {
+            r->cuda->exec_destroy(e->replays[i].exec);
+        }
+        e->replays[i] = (struct tsg_replay) { 0 };
+    }
+}
+
 void tsg_resident_engine_free(struct tsg_engine * e) {
     struct tsg_resident * r = e->pager->resident;
     if (!r || !e->stream) {
         return;
     }
     tsg_resident_engine_wait(e);
-    for (int i = 0; i < TSG_MAX_REPLAYS; i++) {
-        if (e->replays[i].exec) {
-            r->cuda->exec_destroy(e->replays[i].exec);
-        }
-    }
+    tsg_resident_engine_forget(e);
     for (size_t i = 0; i < sizeof(e->event) / sizeof(e->event[0]); i++) {
         ggml_backend_event_free(e->event[i]);
     }
     r->cuda->stream_destroy(e->stream);
     r->cuda->stream_destroy(e->side);
+    e->stream = e->side = NULL;
 }

@@ -166,6 +166,28 @@ bool tsg_resident_init(struct tsg_pager * pager) {
     return ok;
 }
 
+bool tsg_resident_renew(struct tsg_pager * pager) {
+    struct tsg_resident * old = pager->resident;
+    pager->resident           = NULL;
+    if (!tsg_resident_init(pager)) {
+        pager->resident = old;
+        return false;
+    }
+    struct tsg_resident * r    = pager->resident;
+    const tsg_cu_ptr      link = r->link;
+    r->link        = old->link;  // the throttle stays, and so do the times of layers
+    r->ps_per_byte = old->ps_per_byte;
+    r->times       = old->times;
+    r->epoch       = old->epoch;
+    old->link      = link;
+    old->times     = NULL;
+    pager->resident = old;
+    tsg_resident_add_counts(pager, &pager->counts[TSG_DECODE]);  // the new pages begin at zero
+    tsg_resident_free(pager);
+    pager->resident = r;
+    return true;
+}
+
 void tsg_resident_throttle(struct tsg_pager * pager, double bytes_per_second) {
     struct tsg_resident * r = pager->resident;
     r->ps_per_byte          = bytes_per_second > 0 ? (uint64_t) (1e12 / bytes_per_second + 0.5) : 0;
@@ -173,10 +195,19 @@ void tsg_resident_throttle(struct tsg_pager * pager, double bytes_per_second) {
     GGML_ASSERT(tsg_cuda_enter(r->cuda) && r->cuda->copy_to_device(r->link, &r->ps_per_byte, sizeof(r->ps_per_byte)) == 0);
 }
 
+bool tsg_resident_delay(const struct tsg_pager * pager, tsg_cu_stream stream, bool begin, uint64_t bytes) {
+    const struct tsg_resident * r        = pager->resident;
+    uint64_t                    ns       = bytes * r->ps_per_byte / 1000;
+    tsg_cu_ptr                  mark     = r->link + sizeof(uint64_t);
+    void *                      params[] = { &mark, &ns };
+    return r->ps_per_byte == 0 ||
+           tsg_cuda_ok(r->cuda, r->cuda->launch(begin ? r->cuda->mark : r->cuda->delay, 1, 1, 1, 1, 1, 1, 0, stream, params, NULL), "cuLaunchKernel");
+}
+
 // ---- where the slot maps are ----
 
-// To the host; the pager is locked. Waits for what runs.
-void tsg_resident_to_host(struct tsg_pager * pager) {
+// Waits for what runs. Afterwards the host has a copy of the slot maps that are on the device.
+void tsg_resident_look(struct tsg_pager * pager) {
     struct tsg_resident * r = pager->resident;
     if (!r || !r->on_device) {
         return;
@@ -202,7 +233,14 @@ void tsg_resident_to_host(struct tsg_pager * pager) {
         s->clock       = d.clock;
     }
     GGML_ASSERT(ok && "the device lost the slot maps");
-    r->on_device = false;
+}
+
+// To the host; the pager is locked.
+void tsg_resident_to_host(struct tsg_pager * pager) {
+    tsg_resident_look(pager);
+    if (pager->resident) {
+        pager->resident->on_device = false;
+    }
 }
 
 bool tsg_resident_to_device(struct tsg_pager * pager) {

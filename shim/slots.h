@@ -67,6 +67,11 @@ bool tsg_slots_evict(struct tsg_slots * slots, int32_t expert);
 // drawn at random on another topic. False, changing nothing: it has a slot, or none is free.
 bool tsg_slots_preload(struct tsg_slots * slots, int32_t expert, struct tsg_load * out);
 
+// survivors.c: the bookkeeping of a pool that gets `n_slots`, at least as many as are pinned, as `out`. Those whom the policy would evict last stay; with
+// room for all, everybody is resident in the slot of its own number. `place` is each expert's number in its layer, from[n_slots] becomes the slot that
+// the bytes of each new slot come from, -1 = none. False: no memory, and `out` is nothing.
+bool tsg_slots_resized(const struct tsg_slots * old, int32_t n_slots, const int32_t * place, struct tsg_slots * out, int32_t * from);
+
 void tsg_slots_set_policy(struct tsg_slots * slots, enum tsg_policy policy);
 
 // NULL if the maps are a bijection and the counts agree, else what is wrong.

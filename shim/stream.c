@@ -43,16 +43,6 @@ static bool copy_on_device(struct tsg_engine * e, const struct tsg_layer * layer
                        "cuLaunchKernel");
 }
 
-// Everything between two stamps takes at least as long as a slower link would: for what-if runs.
-static bool throttle(struct tsg_engine * e, bool begin, uint64_t bytes) {
-    const struct tsg_resident * r  = e->pager->resident;
-    uint64_t                    ns = bytes * r->ps_per_byte / 1000;
-    tsg_cu_ptr                  mark     = r->link + sizeof(uint64_t);
-    void *                      params[] = { &mark, &ns };
-    return r->ps_per_byte == 0 ||
-           tsg_cuda_ok(r->cuda, r->cuda->launch(begin ? r->cuda->mark : r->cuda->delay, 1, 1, 1, 1, 1, 1, 0, e->stream, params, NULL), "cuLaunchKernel");
-}
-
 // Starts the copies of a step into stage `k`, which is free when the step before the last has computed.
 static bool fill_stage(struct tsg_engine * e, const struct tsg_step * step, int k, bool reused, struct tsg_counts * counts) {
     const struct tsg_layer * layer = step->layer;
@@ -65,7 +55,7 @@ static bool fill_stage(struct tsg_engine * e, const struct tsg_step * step, int 
     }
     pool->held[k] = NULL;
     const uint64_t before = counts->bytes_link;
-    if (!throttle(e, true, 0)) {
+    if (!tsg_resident_delay(e->pager, e->stream, true, 0)) {
         return false;
     }
     size_t bytes = 0;
@@ -87,7 +77,7 @@ static bool fill_stage(struct tsg_engine * e, const struct tsg_step * step, int 
     counts->hits    += (uint64_t) resident;
     counts->misses  += (uint64_t) (layer->n_expert - resident);
     counts->streamed++;
-    return throttle(e, false, counts->bytes_link - before) &&
+    return tsg_resident_delay(e->pager, e->stream, false, counts->bytes_link - before) &&
            tsg_cuda_ok(cuda, cuda->event_record(e->event[TSG_EV_STAGE_READY + k]->context, e->stream), "cuEventRecord") &&
            tsg_cuda_ok(cuda, cuda->event_record(e->event[TSG_EV_SIDE_READY + k]->context, e->side), "cuEventRecord");
 }
@@ -120,19 +110,16 @@ enum ggml_status tsg_stream_prefill(struct tsg_engine * e, struct ggml_cgraph * 
         return GGML_STATUS_FAILED;
     }
     int done = 0, filled = 0, used = 0;  // steps whose copies were started, steps that computed
+    if (!tsg_engine_use_resident(e, graph, counts)) {
+        return GGML_STATUS_ALLOC_FAILED;
+    }
     for (int i = 0; i < n; i++) {
-        if (tsg_layer_is_resident(e->pager, steps[i].layer)) {
-            if (!tsg_engine_use_resident(e, graph, &steps[i], counts)) {
-                return GGML_STATUS_ALLOC_FAILED;
-            }
-            continue;
-        }
-        if (ggml_nelements(steps[i].ids) == 0) {
+        if (!tsg_engine_brings(e, &steps[i])) {
             continue;
         }
         // copies for this step, if the last one did not start them, and for the next
         for (int j = i, ahead = 0; j < n && ahead < 2; j++) {
-            if (tsg_layer_is_resident(e->pager, steps[j].layer) || ggml_nelements(steps[j].ids) == 0) {
+            if (!tsg_engine_brings(e, &steps[j])) {
                 continue;
             }
             if (used + ahead >= filled) {

@@ -151,6 +151,24 @@ struct tsg_expert {
     uint64_t last_use;  // graph number of its last decode use, 0 = never
 };
 
+// Every expert at one moment.
+struct tsg_map {
+    uint64_t tick;         // graphs that looked experts up in slots so far, as in tsg_expert.last_use
+    int64_t  slots_total;
+    int64_t  slots_used;
+    struct tsg_counts phase[2];  // [enum tsg_phase]
+    bool     all_resident;
+};
+
+// What a change of the pools' size did.
+struct tsg_resized {
+    int64_t  kept;        // experts that were resident and are
+    int64_t  evicted;     // that were, and are not
+    int64_t  loaded;      // that came over the link: what a pool that holds everything lacked, or all of `kept`, if there was no room for
+    bool     beside;      // the new pools beside the old ones
+    uint64_t bytes_link;
+};
+
 struct tsg_device {
     const char * name;
     const char * description;
@@ -207,7 +225,7 @@ void            tsg_pager_free(struct tsg_pager * pager);
 // Misses on the CPU: it joins before commit, with threads of its own; what it does may change at any time once the pager is ready.
 enum tsg_status tsg_pager_use_cpu(struct tsg_pager * pager, void * cpu_device, int32_t n_threads);
 enum tsg_status tsg_pager_set_miss(struct tsg_pager * pager, const struct tsg_miss * miss);
-const char *    tsg_pager_miss(struct tsg_pager * pager);  // what happens to misses and why, for people; valid while the pager is
+const char *    tsg_pager_miss(struct tsg_pager * pager);  // what happens to misses and why, for people; valid until the thread asks again
 // Seconds that the CPU needs with so many threads for one expert out of the host pool, measured now, in some milliseconds; 0 if it cannot be.
 double          tsg_pager_cpu_seconds(struct tsg_pager * pager, void * cpu_device, int32_t n_threads);
 
@@ -227,6 +245,16 @@ enum tsg_status tsg_pager_check_integrity(struct tsg_pager * pager);
 // what follows the last layer, in TSG_ATTENTION.
 enum tsg_status tsg_pager_set_profile(struct tsg_pager * pager, bool on);
 enum tsg_status tsg_pager_layer_time(struct tsg_pager * pager, int32_t layer, struct tsg_layer_time * out);
+
+// Another number of slots for every pool, `n_slots`[n_pools] in the order they were added, between two graphs of any stream. Experts that are resident stay
+// so, as far as there is room, in the order of the policy; pinned ones in any case. Counters go on. Captured graphs are made anew. If the device has no room
+// for old and new pools at once, the old ones go first and the experts that stay are read from the host again. TSG_E_ARGUMENT or TSG_E_STATE for a size below
+// what one token needs beside the pinned, TSG_E_MEMORY for one that does not fit: then nothing changed, or, if the message says so, everything is lost.
+enum tsg_status tsg_pager_resize(struct tsg_pager * pager, const int64_t * n_slots, struct tsg_resized * out);
+
+// All experts of all layers in the order these were added, [sum of n_expert] each. It waits for the graph that runs; on the device engine it copies the
+// slot maps, which stay where they are.
+enum tsg_status tsg_pager_map(struct tsg_pager * pager, struct tsg_map * out, uint8_t * resident, uint64_t * hits, uint64_t * misses, uint64_t * last_use);
 
 // One expert. `layer` is what tsg_pager_add_layer gave, `part` the index in its parts.
 enum tsg_status tsg_expert_get(struct tsg_pager * pager, int32_t layer, int32_t expert, struct tsg_expert * out);

@@ -18,11 +18,13 @@ def environment(package: Path = PACKAGE, **changes: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH", "")))), **changes}
 
 
-def cli(*arguments: str | Path, stdin: str | bytes = "", cwd: Path, package: Path = PACKAGE) -> subprocess.CompletedProcess[str]:
+def cli(
+    *arguments: str | Path, stdin: str | bytes = "", cwd: Path, package: Path = PACKAGE, timeout_s: float = 300
+) -> subprocess.CompletedProcess[str]:
     """`python -m tinyserve_gguf ARGUMENTS` to its end."""
     command = [sys.executable, "-m", "tinyserve_gguf", *map(str, arguments)]
     data = stdin.encode() if isinstance(stdin, str) else stdin
-    done = subprocess.run(command, input=data, capture_output=True, cwd=cwd, env=environment(package), timeout=300, check=False)
+    done = subprocess.run(command, input=data, capture_output=True, cwd=cwd, env=environment(package), timeout=timeout_s, check=False)
     return subprocess.CompletedProcess(command, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 

@@ -18,10 +18,10 @@ from cli_fakes import FakeConversation, FakeModel, fake_modules
 from click.testing import CliRunner, Result
 from processes import environment, error_line
 
-from tinyserve_gguf import Sampling, errors, kv, window
+from tinyserve_gguf import Sampling, errors
 from tinyserve_gguf.cli import COMMANDS, main
 from tinyserve_gguf.cli.chat import chat as chat_command
-from tinyserve_gguf.cli.options import DEFAULT_WINDOW, FLASH_ATTENTION, KV_TYPES, SAMPLING
+from tinyserve_gguf.cli.options import SAMPLING
 
 conversations: list[FakeConversation] = []
 
@@ -69,12 +69,6 @@ def test_defaults(loaded: list[FakeModel]) -> None:
     ((_, max_tokens, sampling),) = conversations[0].asked
     assert max_tokens == -1
     assert sampling == Sampling()
-
-
-def test_lists_of_options_are_those_of_the_library() -> None:
-    assert tuple(kv.KV_TYPES) == KV_TYPES
-    assert FLASH_ATTENTION == kv.FLASH_ATTENTION
-    assert DEFAULT_WINDOW == window.DEFAULT_WINDOW
 
 
 def test_sampling_defaults_in_help_are_those_of_sampling() -> None:

@@ -95,6 +95,15 @@ def test_batches_of_1_to_64_tokens(model_file: ModelFile, name: str) -> None:
         assert paged(model, 1, prompts) == stock(path, 1, prompts)
 
 
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek2", "nemotron_h_moe"])
+def test_prompts_a_little_longer_than_batches(model_file: ModelFile, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The first batches go through the stage, the 1 to 8 tokens that are left over through slots."""
+    monkeypatch.setattr(exact, "UBATCH", 40)
+    path, prompts = model_file(name), tuple(40 * n + rest for n in (1, 2) for rest in range(1, 9))
+    with open_paged(path, "50%") as model:
+        assert paged(model, 1, prompts) == stock(path, 1, prompts)
+
+
 @pytest.mark.parametrize("cache", ["25%", "all"])
 def test_two_threads(model_file: ModelFile, cache: str) -> None:
     """The proxy passes the number of threads on."""

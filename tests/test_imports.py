@@ -18,11 +18,11 @@ MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(
 
 # A module may import those of its own line and of the lines above it. `cli` stands for everything in that folder.
 LAYERS = (
-    ("errors", "choices", "progress", "user_files", "toml_files", "text", "host", "counters"),
+    ("errors", "choices", "progress", "user_files", "toml_files", "text", "host", "counters", "_log"),
     ("sampling", "window", "attention"),
     ("kv",),
     ("_llama", "_ggufio", "demo", "outfile"),
-    ("_sampler", "facts", "channels", "sequence", "_ops", "_matmul", "_types"),
+    ("_sampler", "facts", "channels", "sequence", "_ops", "_matmul", "_types", "_torch"),
     ("needs", "geometry", "micro", "check", "hot_list", "hub"),
     ("plan", "catalog"),
     ("planner", "machine", "cuda_driver", "resolve"),
@@ -31,7 +31,7 @@ LAYERS = (
     ("dryrun", "_measure", "doctor_checks"),
     ("experts", "miss", "miss_guard", "stats", "context", "warm"),
     ("miss_auto",),
-    ("placement", "paging"),
+    ("placement", "paging", "live"),
     ("doctor_rates",),
     ("doctor",),
     ("miss_memory",),
@@ -45,6 +45,12 @@ LAYERS = (
     ("bench_options",),
     ("bench", "bench_plot", "verify"),
     ("verify_report", "verify_types"),
+    ("serve_reply", "serve_request", "serve_queue"),
+    ("serve_llama", "serve_http"),
+    ("serve_prepare", "serve_metrics"),
+    ("serve_jobs", "serve_state"),
+    ("serve_api",),
+    ("serve",),
     ("cli",),
     ("__main__",),
 )
@@ -52,7 +58,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 CLI_LAYERS = (
     ("interrupt", "lines", "options", "outlook", "output", "settings", "versions"),
     ("repl", "report", "model_argument"),
-    ("bench", "chat", "completion", "config", "demo", "doctor", "info", "models", "verify"),
+    ("bench", "chat", "completion", "config", "demo", "doctor", "info", "models", "serve", "verify"),
     ("__init__",),
 )
 CLI_RANK = {name: rank for rank, names in enumerate(CLI_LAYERS) for name in names}
@@ -105,7 +111,7 @@ def test_the_package_imports_nothing_by_itself() -> None:
     assert {name.split(".")[0] for node in top for name in imports(node)} <= {"importlib", "typing"}
 
 
-@pytest.mark.parametrize("module", ["model", "llama", "offloading", "chat", "bench", "bench_plot", "verify", "verify_types", "placement"])
+@pytest.mark.parametrize("module", ["model", "llama", "offloading", "chat", "bench", "bench_plot", "verify", "verify_types", "placement", "serve"])
 def test_llama_is_loaded_before_numpy(module: str, tmp_path: Path) -> None:
     """The other order crashed in libstdc++ on one GPU machine. These are what commands and apps start with."""
     code = f"import sys, tinyserve_gguf.{module}; print(*sys.modules)"
@@ -114,7 +120,7 @@ def test_llama_is_loaded_before_numpy(module: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "owner"), [("llama_cpp", "_llama"), ("cffi", "_shim"), ("torch", "experts"), ("matplotlib", "bench_plot"), ("huggingface_hub", "hub")]
+    ("library", "owner"), [("llama_cpp", "_llama"), ("cffi", "_shim"), ("torch", "_torch"), ("matplotlib", "bench_plot"), ("huggingface_hub", "hub")]
 )
 def test_one_owner(library: str, owner: str) -> None:
     assert {module for module, tree in MODULES.items() for name in imports(tree) if name.split(".")[0] == library} == {owner}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import random
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,9 +17,11 @@ import llama_cpp
 import llama_cpp.llama_speculative as speculative
 import numpy as np
 import pytest
+from encoders import build_encoder
 from llamas import COMMON, SIZES, answer, answers, logits_of, opened, paged, stock, tokens_of
 from synthetic import split
 from test_pitfalls import write_adapter
+from test_threads import entries, resident_bytes
 
 from tinyserve_gguf import Llama, ModelFileError, OptionError, TinyserveError, UnknownOptionError
 from tinyserve_gguf.errors import EngineError
@@ -102,6 +106,23 @@ def test_embeddings(model_file: ModelFile, pooling: int) -> None:
         with opened(paged(model_file("gpt-oss"), cache, **options)) as ours:
             assert ours.embed(texts, normalize=True, return_count=True) == (expected, total)
             assert ours.create_embedding(texts[1])["data"] == single
+
+
+@pytest.mark.parametrize("experts", [0, 8])
+def test_encoders(tmp_path: Path, experts: int) -> None:
+    """They have no KV cache and write no text."""
+    path = build_encoder(tmp_path / "encoder.gguf", experts)
+    texts = ["one text", "another, longer text", "x"]
+    options: dict[str, Any] = {"embedding": True, "n_ctx": 128}
+    with opened(stock(path, **options)) as theirs:
+        expected = theirs.embed(texts)
+    assert len(np.unique(expected)) > 100
+    for cache in SIZES if experts else ("auto",):
+        with opened(paged(path, cache, **options)) as ours:
+            assert ours.is_paged == (experts > 0)
+            assert ours.embed(texts) == expected
+            with opened(ours.new_context()) as other:
+                assert other.embed(texts) == expected
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen35moe"])
@@ -308,6 +329,20 @@ def test_what_was_decided_is_said(model_file: ModelFile, capfd: pytest.CaptureFi
     assert capfd.readouterr() == ("", "")
 
 
+def test_signature() -> None:
+    """Every option of the base by name, with its default, beside ours."""
+    theirs, ours = (inspect.signature(kind).parameters for kind in (llama_cpp.Llama, Llama))
+    added = {"expert_cache", "policy", "device", "miss", "window", "sinks", "kv_type", "kv_type_v"}
+    assert set(ours) == set(theirs) - {"kwargs"} | added
+    assert all(ours[name].default == theirs[name].default for name in set(theirs) - {"kwargs"})
+
+
+def test_context_of_the_model(model_file: ModelFile) -> None:
+    with opened(paged(model_file("qwen3moe"), n_ctx=0), paged(model_file("qwen3moe"), n_ctx=4096)) as (own, longer):
+        assert (own.n_ctx(), longer.n_ctx()) == (2048, 4096)
+        assert tokens_of(own, LONG, 4) == tokens_of(longer, LONG, 4)
+
+
 def test_no_model(capfd: pytest.CaptureFixture[str]) -> None:
     """Nothing is said when what was never begun is dropped."""
     with pytest.raises(TypeError, match="model_path"):
@@ -384,9 +419,9 @@ def test_contexts_at_once(model_file: ModelFile, cache: str) -> None:
             alone.append(say(model, i))
     first = paged(model_file("gpt-oss"), cache, logits_all=True, seed=3)
     first(LONG, max_tokens=4)
-    models = [first.new_context() for _ in range(4)]
-    first.close()
     with ThreadPoolExecutor(4) as threads:
+        models = list(threads.map(lambda _: first.new_context(), range(4)))
+        first.close()
         assert list(threads.map(say, models, range(4))) == alone
     models[0].check_integrity()
     for i, model in enumerate(models):
@@ -405,3 +440,33 @@ def test_contexts_of_contexts(model_file: ModelFile) -> None:
         first.set_policy("lru")
         assert third.stats().policy == "lru"
         assert third.experts[0, 0].pager is first.experts[0, 0].pager
+
+
+def test_nothing_leaks(model_file: ModelFile) -> None:
+    """A server makes a context for every request: what is closed is gone, and so is a model that nobody closed."""
+    path = model_file("qwen3moe", embd=256, ff=512, experts=16, gate="Q8_0", up="Q8_0", down="Q8_0")
+
+    def use(model: Llama) -> weakref.ref[Llama]:
+        model(LONG[:20], max_tokens=2)
+        return weakref.ref(model)
+
+    def cycle() -> None:
+        first = paged(path, "50%", n_ctx=1024)
+        gone = []
+        for _ in range(2):
+            other = first.new_context()
+            gone.append(use(other))
+            other.close()
+        del other
+        gone.append(use(first))
+        del first
+        gc.collect()
+        assert [model() for model in gone] == [None] * 3
+
+    for _ in range(2):
+        cycle()
+    memory, files, threads = resident_bytes(), entries("/proc/self/fd"), entries("/proc/self/task")
+    for _ in range(5):
+        cycle()
+    assert resident_bytes() - memory < path.stat().st_size / 2  # one slot pool that stayed of each would be more than twice the file
+    assert (entries("/proc/self/fd"), entries("/proc/self/task")) == (files, threads)

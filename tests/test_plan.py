@@ -194,7 +194,7 @@ def test_kv_cache_comes_before_experts() -> None:
 
 
 def test_what_is_below_one_token_is_refused(facts: ModelFacts) -> None:
-    with pytest.raises(OptionError, match=r"an expert cache needs .* at least .* and --expert-cache 1KiB is 1.0 KiB: give more"):
+    with pytest.raises(CapacityError, match=r"an expert cache needs .* at least .* and --expert-cache 1KiB is room for 1\.0 KiB on CUDA0: give more"):
         plan(facts, "1KiB")
     with pytest.raises(OptionError, match=r"one token needs \d+ experts at once"):
         plan(facts, "1")

@@ -21,7 +21,7 @@ ModelFile = Callable[..., Path]
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 FOREIGN_FLAGS = {"-m", "--n-cpu-moe", "--no-binary", "--force-reinstall", "--no-cache-dir"}  # of python, llama.cpp and pip
-FOREIGN_PROGRAMS = {"git", "ollama", "python3", ".venv/bin/pip"}
+FOREIGN_PROGRAMS = {"curl", "git", "ollama", "python3", ".venv/bin/pip"}
 SCRIPTS = (
     "scripts/fuzz",
     "scripts/admission-gain",
@@ -186,6 +186,7 @@ def test_snippets_compile(text: str) -> None:
     compile(text, "README.md", "exec")
 
 
+@pytest.mark.filterwarnings("ignore:`langchain-community` is being sunset:DeprecationWarning")
 @pytest.mark.parametrize("text", [text for runnable, text in SNIPPETS if runnable])
 def test_snippets_run(text: str, model_file: ModelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a synthetic model, whose text is noise: what counts is that every line works."""

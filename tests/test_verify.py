@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from processes import cli, error_line, refused
 from reshaped import dense
 from synthetic import IQ_TYPES, MODELS, TYPES, typed
 
+import tinyserve_gguf
 from tinyserve_gguf import load, read_facts, verify_kernels, verify_types
 from tinyserve_gguf import verify as verify_module
 from tinyserve_gguf._matmul import ExpertMatmul
@@ -25,7 +27,7 @@ from tinyserve_gguf._types import dequantize, quantize, weight_types
 from tinyserve_gguf.cli import main
 from tinyserve_gguf.placement import pick_device
 from tinyserve_gguf.verify import Report, VerifyOptions, verify
-from tinyserve_gguf.verify_kernels import threshold
+from tinyserve_gguf.verify_kernels import KernelRow, threshold
 from tinyserve_gguf.verify_logits import Difference, near_limit
 
 ModelFile = Callable[..., Path]
@@ -181,6 +183,52 @@ def test_both_dequantisers_agree(kind: str) -> None:
     assert np.allclose(values, own, rtol=1e-6, atol=1e-7)
 
 
+def without_torch(monkeypatch: pytest.MonkeyPatch, folder: Path | None = None) -> None:
+    """As if torch were not installed, or were what lies in `folder`."""
+    monkeypatch.delitem(sys.modules, "tinyserve_gguf._torch", raising=False)
+    monkeypatch.delattr(tinyserve_gguf, "_torch", raising=False)
+    if folder:
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+        monkeypatch.syspath_prepend(folder)
+    else:
+        monkeypatch.setitem(sys.modules, "torch", None)
+
+
+def kernel_row(path: Path) -> KernelRow:
+    (row,) = verify_kernels.check_kernels(read_facts(path), pick_device("CPU"), quick=False, n_threads=1, show=lambda _text, _done: None)
+    return row
+
+
+def test_torch_multiplies_where_it_is_installed(model_file: ModelFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers as numpy's, to the rounding of float64, so the same errors of the kernels."""
+    torch = pytest.importorskip("torch", reason="torch is not installed: scripts/test --torch")
+    name, multiply = verify_kernels.reference_maths()
+    assert name == f"torch {torch.__version__}"
+    rng = np.random.default_rng(0)
+    x, weights = rng.standard_normal((3, 40, 256))[:, ::2][1], rng.standard_normal((100, 256))
+    product = multiply(x, weights)
+    assert (product.dtype, product.shape) == (np.float64, (20, 100))
+    assert np.allclose(product, x @ weights.T, rtol=1e-13, atol=1e-13)
+    path = model_file("qwen3moe", **typed("F32", layers=2))
+    by_torch = kernel_row(path)
+    without_torch(monkeypatch)
+    by_numpy = kernel_row(path)
+    assert (by_torch.maths, by_numpy.maths) == (name, f"numpy {np.__version__}")
+    assert by_torch.by_batch.keys() == by_numpy.by_batch.keys()
+    assert all(by_torch.by_batch[n] == pytest.approx(by_numpy.by_batch[n], rel=1e-6) for n in by_numpy.by_batch)
+
+
+def test_numpy_multiplies_where_torch_does_not(model_file: ModelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = model_file("qwen3moe", **typed("Q8_0", layers=2))
+    without_torch(monkeypatch)
+    assert kernel_row(path).maths == f"numpy {np.__version__}"
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    without_torch(monkeypatch, tmp_path)
+    row = kernel_row(path)
+    assert row.holds
+    assert row.maths == f"numpy {np.__version__}, as torch does not load"
+
+
 # ---- types ----------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -190,20 +238,27 @@ def test_types_of_this_version() -> None:
 
 
 def test_every_type(tmp_path: Path) -> None:
-    done = cli("verify", "--types", "all", "--quick", "--device", "CPU", "-t", "1", "--json", cwd=tmp_path)
+    """Nothing left out: every batch size, every cache."""
+    done = cli("verify", "--types", "all", "--device", "CPU", "-t", "1", "--json", cwd=tmp_path, timeout_s=1800)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["holds"]
     assert [row["type"] for row in found["types"]] == list(weight_types())
     assert all(row["supported"] and row["identical"] and 0 < row["nmse"] < row["threshold"] for row in found["types"])
     assert {row["type"] for row in found["types"] if row["reference"] == "ggml"} == {"Q1_0", "Q2_0"}
+    assert {row["maths"] for row in found["types"]} == {verify_kernels.reference_maths()[0]}
 
 
-def test_every_batch_from_1_to_64(tmp_path: Path) -> None:
-    row = verify_types.check_type(tmp_path, "Q4_K", VerifyOptions("", device="CPU", n_threads=1))
-    assert row.holds
-    assert row.identical
-    assert list(verify_types.BATCHES) == list(range(1, 65))
+def test_what_is_run_for_a_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[VerifyOptions] = []
+    monkeypatch.setattr(verify_types, "verify", lambda options, show: seen.append(options) or verify(options, show))
+    for quick in (False, True):
+        row = verify_types.check_type(tmp_path, "Q8_0", VerifyOptions("", device="CPU", n_threads=1, quick=quick))
+        assert row.holds
+        assert row.identical
+    whole, sample = seen
+    assert (whole.batches, whole.caches) == (tuple(range(1, 65)), ("minimum", "50%", "all"))
+    assert (sample.batches, sample.caches) == ((1, 2, 3, 4, 5, 8, 9, 32, 33, 64), ("minimum",))
 
 
 def test_a_type_without_kernels_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,13 +269,12 @@ def test_a_type_without_kernels_has_a_reason(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_process_that_hangs_or_dies_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    died, *_ = verify_types.verify_types(["Q4_0"], VerifyOptions("", device="CPU", policies=3), lambda _text, _done: None)  # type: ignore[arg-type]
-    assert not died.holds
-    assert "the process ended with 1" in died.reason
+    """And the next type gets a new one."""
+    rows = verify_types.verify_types(["Q4_0", "Q8_0"], VerifyOptions("", device="CPU", policies=3), lambda _text, _done: None)  # type: ignore[arg-type]
+    assert [(row.type, row.holds, row.reason) for row in rows] == [(name, False, "the process ended with 1") for name in ("Q4_0", "Q8_0")]
     monkeypatch.setattr(verify_types, "LIMIT_S", 0.01)
-    (late,) = verify_types.verify_types(["Q4_0"], VerifyOptions("", device="CPU"), lambda _text, _done: None)
-    assert not late.holds
-    assert late.reason == "not done after 0.01 s"
+    rows = verify_types.verify_types(["Q4_0", "Q8_0"], VerifyOptions("", device="CPU"), lambda _text, _done: None)
+    assert [(row.type, row.holds, row.reason) for row in rows] == [(name, False, "not done after 0.01 s") for name in ("Q4_0", "Q8_0")]
 
 
 # ---- command line ---------------------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tinyserve_gguf.errors import UnknownOptionError as UnknownOptionError
     from tinyserve_gguf.facts import ModelFacts as ModelFacts
     from tinyserve_gguf.facts import read_facts as read_facts
+    from tinyserve_gguf.live import ExpertMap as ExpertMap
+    from tinyserve_gguf.live import Resized as Resized
     from tinyserve_gguf.llama import Llama as Llama
     from tinyserve_gguf.model import Model as Model
     from tinyserve_gguf.model import load as load
@@ -50,6 +52,7 @@ _HOMES = {
     ),
     "facts": ("ModelFacts", "read_facts"),
     "llama": ("Llama",),
+    "live": ("ExpertMap", "Resized"),
     "model": ("Model", "load"),
     "offloading": ("offload",),
     "sampling": ("Sampling",),

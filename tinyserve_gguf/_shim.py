@@ -17,14 +17,15 @@ from typing import Any
 import cffi
 
 from tinyserve_gguf import _llama
-from tinyserve_gguf.choices import ENGINES, POLICIES
+from tinyserve_gguf.choices import ENGINES, MISS_MODES, POLICIES
 from tinyserve_gguf.counters import Counts as Counts
+from tinyserve_gguf.counters import ExpertArrays as ExpertArrays
 from tinyserve_gguf.counters import ExpertState as ExpertState
 from tinyserve_gguf.counters import Notes as Notes
 from tinyserve_gguf.counters import PagerStats as PagerStats
+from tinyserve_gguf.counters import ResizeCounts as ResizeCounts
 from tinyserve_gguf.errors import AbiMismatchError, CapacityError, EngineError, ModelFileError, OptionError, TinyserveError
 
-MISS_MODES = ("fetch", "cpu", "split", "layers")  # in the order of enum tsg_miss_mode
 HOST_RUNGS = ("none", "mapped", "pinned", "pageable")  # in the order of enum tsg_host_rung
 _REPAIR = "run: pip install --force-reinstall --no-cache-dir tinyserve-gguf"
 
@@ -99,6 +100,14 @@ class Device:
     def multiplies(self, type_id: int, ne0: int, ne1: int, n_expert: int, n_used: int) -> bool:
         """Whether the device has a MUL_MAT_ID kernel for expert weights of this type and shape."""
         return bool(_lib.tsg_device_supports(_ffi.cast("void *", self.handle), type_id, ne0, ne1, n_expert, n_used))
+
+
+def memory_free(device: Device) -> int:
+    """Bytes of the device that are free now. Of the CPU ggml says all memory; here it is what the machine can give without swapping."""
+    if device.is_cpu:
+        found = [line.split()[1] for line in Path("/proc/meminfo").read_text("ascii").splitlines() if line.startswith("MemAvailable:")]
+        return int(found[0]) << 10 if found else device.memory_total
+    return next(other.memory_free for other in devices() if other.handle == device.handle)
 
 
 def devices() -> list[Device]:
@@ -320,6 +329,22 @@ class Pager:
 
     def set_policy(self, policy: str) -> None:
         _check(_lib.tsg_pager_set_policy(self._pager, POLICIES.index(policy)))
+
+    def resize(self, n_slots: Sequence[int]) -> ResizeCounts:
+        """Another number of slots for every pool, in the order of `add_pool`. CapacityError, OptionError or EngineError: nothing changed."""
+        out = _ffi.new("struct tsg_resized *")
+        _check(_lib.tsg_pager_resize(self._pager, list(n_slots), out))
+        return ResizeCounts(out.kept, out.evicted, out.loaded, out.beside, out.bytes_link)
+
+    def expert_arrays(self, n_experts: int) -> ExpertArrays:
+        """Every expert at one moment; `n_experts` of all layers together."""
+        out = _ffi.new("struct tsg_map *")
+        resident = bytearray(n_experts)
+        hits, misses, last_use = (bytearray(8 * n_experts) for _ in range(3))
+        arrays = [_ffi.from_buffer("uint8_t[]", resident), *(_ffi.from_buffer("uint64_t[]", array) for array in (hits, misses, last_use))]
+        _check(_lib.tsg_pager_map(self._pager, out, *arrays))
+        prefill, decode = (Counts(*_numbers(out.phase[phase], Counts)) for phase in (_lib.TSG_PREFILL, _lib.TSG_DECODE))
+        return ExpertArrays(out.tick, out.slots_total, out.slots_used, out.all_resident, prefill, decode, resident, hits, misses, last_use)
 
     def check_integrity(self) -> None:
         """EngineError if slot maps or counters contradict each other."""

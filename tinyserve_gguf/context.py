@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from tinyserve_gguf import _ops
 from tinyserve_gguf._llama import ContextOptions, NativeContext, NativeModel
 from tinyserve_gguf._shim import Device
+from tinyserve_gguf.choices import DEFAULT_SINKS, KvType
 from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.facts import ModelFacts
-from tinyserve_gguf.kv import KvOptions, KvType, check_kv, keep_window, why_no_shift
-from tinyserve_gguf.window import DEFAULT_SINKS, Rolling, Window
+from tinyserve_gguf.kv import KvOptions, check_kv, keep_window, why_no_shift
+from tinyserve_gguf.window import Rolling, Window
 
 DEFAULT_CTX = 4096
 

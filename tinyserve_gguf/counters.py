@@ -67,3 +67,31 @@ class ExpertState:
     misses: int
     uses: int  # of both, those of decode
     last_use: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertArrays:
+    """Every expert of every layer at one moment, layers in the order that the pager knows them; see struct tsg_map.
+    `resident` has one byte an expert, the others are 64-bit unsigned."""
+
+    tick: int  # graphs that looked experts up so far
+    slots_total: int
+    slots_used: int
+    all_resident: bool
+    prefill: Counts
+    decode: Counts
+    resident: bytearray
+    hits: bytearray
+    misses: bytearray
+    last_use: bytearray  # tick of the last use, 0 = never
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeCounts:
+    """What a change of the pools' size did; see struct tsg_resized."""
+
+    kept: int  # experts that were resident and are
+    evicted: int  # that were, and are not
+    loaded: int  # that came over the link
+    beside: bool  # the new pools were made beside the old ones; else there was no room, and all that stayed was loaded again
+    bytes_link: int

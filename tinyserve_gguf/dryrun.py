@@ -45,15 +45,15 @@ def listening() -> Iterator[list[str]]:
     """Gives a list that fills with the lines that llama.cpp logs on this thread, instead of the log."""
     _llama.start()
     thread, lines = threading.get_ident(), list[str]()
-    outer = _llama.listeners.get(thread)
-    _llama.listeners[thread] = lines
+    outer = _llama.log_lines.listeners.get(thread)
+    _llama.log_lines.listeners[thread] = lines
     try:
         yield lines
     finally:
         if outer is None:
-            del _llama.listeners[thread]
+            del _llama.log_lines.listeners[thread]
         else:
-            _llama.listeners[thread] = outer
+            _llama.log_lines.listeners[thread] = outer
 
 
 def _load_nothing(facts: ModelFacts, offload: Offload | None) -> NativeModel:

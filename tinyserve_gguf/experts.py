@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.facts import ExpertLayer, PartFacts
 
 if TYPE_CHECKING:
-    import torch
+    from tinyserve_gguf._torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +42,11 @@ class ExpertWeight:
         """The quantised bytes, [rows, bytes of a row]: a read-only view of the host pool, valid while the model is open."""
         return np.frombuffer(self.pager.expert_host(self.index, self.expert, self.part), dtype=np.uint8).reshape(self.shape[0], -1)
 
-    def torch(self) -> torch.Tensor:
+    def torch(self) -> Tensor:
         """The same bytes as a uint8 tensor that shares memory with the host pool. Needs the extra `tinyserve-gguf[torch]`. Do not write to it."""
-        import torch
+        from tinyserve_gguf import _torch
 
-        raw = self.raw
-        address = raw.__array_interface__["data"][0]
-        return torch.frombuffer((ctypes.c_uint8 * raw.nbytes).from_address(address), dtype=torch.uint8).view(raw.shape)
+        return _torch.bytes_tensor(self.raw)
 
     def dequantize(self) -> npt.NDArray[np.float32]:
         """float32 values, [rows, columns], by gguf's reference dequantisers. OptionError for a type that has none there (Q1_0)."""
@@ -157,7 +154,7 @@ class Experts:
     """`experts[layer, expert]`: handles of every routed expert. `layer` is the block number of the model."""
 
     def __init__(self, pager: Pager, layers: dict[tuple[int, str], tuple[int, ExpertLayer]]) -> None:
-        self._pager = pager
+        self.pager = pager
         self._layers = layers
 
     def __getitem__(self, key: tuple[int, int] | tuple[int, int, str]) -> Expert:
@@ -168,7 +165,7 @@ class Experts:
         index, facts = self._layers[block, family]
         if not 0 <= expert < facts.n_expert:
             raise KeyError(f"layer {block} has experts 0 to {facts.n_expert - 1}, not {expert}")
-        return Expert(self._pager, index, block, expert, facts)
+        return Expert(self.pager, index, block, expert, facts)
 
     @property
     def layers(self) -> list[int]:
@@ -177,7 +174,7 @@ class Experts:
 
     def states(self) -> dict[tuple[int, str], list[ExpertState]]:
         """State of every expert, by (block, family)."""
-        return {key: self._pager.layer(index, facts.n_expert) for key, (index, facts) in self._layers.items()}
+        return {key: self.pager.layer(index, facts.n_expert) for key, (index, facts) in self._layers.items()}
 
     def __len__(self) -> int:
         return sum(facts.n_expert for _, facts in self._layers.values())

@@ -9,35 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tinyserve_gguf.attention import Attention
+from tinyserve_gguf.choices import FLASH_ATTENTION, KV_TYPES, KvType
 from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.window import Rolling, Window
-
-
-@dataclass(frozen=True, slots=True)
-class KvType:
-    """One of ggml's types: blocks of `block` numbers in `n_bytes` bytes."""
-
-    type_id: int  # enum ggml_type
-    block: int
-    n_bytes: int
-
-    @property
-    def is_quantised(self) -> bool:
-        return self.block > 1
-
-
-KV_TYPES = {
-    "f16": KvType(1, 1, 2),
-    "bf16": KvType(30, 1, 2),
-    "q8_0": KvType(8, 32, 34),
-    "q5_1": KvType(7, 32, 24),
-    "q5_0": KvType(6, 32, 22),
-    "q4_1": KvType(3, 32, 20),
-    "q4_0": KvType(2, 32, 18),
-    "iq4_nl": KvType(20, 32, 18),
-    "f32": KvType(0, 1, 4),
-}
-FLASH_ATTENTION = ("auto", "on", "off")
 
 # Architectures whose keys, once moved by llama.cpp, were found equal to those computed at the new positions. With others it rotates keys of layers
 # that have no rotary embedding, or keys that are normalised after it, or aborts the process because no layer is left to rotate.

@@ -36,8 +36,9 @@ import numpy.typing as npt
 from tinyserve_gguf.context import plan_window
 from tinyserve_gguf.errors import EngineError, ModelFileError, OptionError
 from tinyserve_gguf.experts import Experts
+from tinyserve_gguf.live import ExpertMap, Resized
 from tinyserve_gguf.llama_context import CLOSED, PagedContext
-from tinyserve_gguf.llama_options import Decision, PagedOptions, check_known, decide
+from tinyserve_gguf.llama_options import STOCK_DEFAULTS, Decision, PagedOptions, check_known, decide
 from tinyserve_gguf.plan import Plan
 from tinyserve_gguf.sequence import TokenSequence
 from tinyserve_gguf.stats import Stats
@@ -54,7 +55,8 @@ class Llama(StockLlama):  # type: ignore[misc]
 
     Args:
         model_path: the GGUF, or any shard of a split one.
-        expert_cache, policy, device, miss, window, sinks, warm: as in `tinyserve_gguf.load`. A window takes the place of `n_ctx`.
+        expert_cache, policy, device, miss, miss_admit, miss_threads, window, sinks, warm: as in `tinyserve_gguf.load`. A window takes the place of
+            `n_ctx`.
         kv_type, kv_type_v: as in `load`, by name; they take the place of `type_k` and `type_v`.
         n_gpu_layers: left out, every layer goes to `device`. 0 is the CPU, -1 every layer. A part of the layers clashes with paging: OptionError.
         use_mmap, use_mlock: for what llama.cpp loads itself; the experts stay in the mapped file, whose pages a GPU's driver locks.
@@ -83,12 +85,15 @@ class Llama(StockLlama):  # type: ignore[misc]
         sinks: int | None = None,
         kv_type: str | None = None,
         kv_type_v: str | None = None,
+        miss_admit: int | None = None,
+        miss_threads: int | None = None,
         warm: bool = False,
         **stock: Any,
     ) -> None:
         self._begin()
         check_known(stock, OWN_NAMES)
-        self._open(model_path, PagedOptions(expert_cache, policy, device, window, sinks, kv_type, kv_type_v, miss, warm), stock)
+        options = PagedOptions(expert_cache, policy, device, window, sinks, kv_type, kv_type_v, miss, miss_admit, miss_threads, warm)
+        self._open(model_path, options, stock)
 
     def _begin(self) -> None:
         """What `close` needs, before anything can fail."""
@@ -338,6 +343,14 @@ class Llama(StockLlama):  # type: ignore[misc]
         """Counters of the expert cache and of windows since the model was opened, of all contexts that share it."""
         return self._held.stats(windows=self._rolling is not None)
 
+    def expert_map(self) -> ExpertMap:
+        """Every expert at one moment; may be called several times a second while replies run. OptionError on a dense model."""
+        return self._held.expert_map()
+
+    def resize(self, expert_cache: str) -> Resized:
+        """Give the expert cache another size, as `Model.resize` does; for every context over the same weights."""
+        return self._held.resize(expert_cache)
+
     def reset_stats(self) -> None:
         self._held.reset_stats()
 
@@ -361,4 +374,8 @@ class Llama(StockLlama):  # type: ignore[misc]
         return self._weights
 
 
-OWN_NAMES = {name for name, parameter in inspect.signature(Llama.__init__).parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
+OWN = [parameter for parameter in inspect.signature(Llama.__init__).parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+OWN_NAMES = [parameter.name for parameter in OWN if parameter.kind is parameter.KEYWORD_ONLY]
+# For help() and for who asks: the options of the base by name
+_STOCK = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default) for name, default in STOCK_DEFAULTS.items()]
+vars(Llama)["__init__"].__signature__ = inspect.Signature([*OWN, *_STOCK])

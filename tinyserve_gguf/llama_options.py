@@ -10,15 +10,16 @@ from typing import Any
 
 from tinyserve_gguf._llama import C, StockLlama
 from tinyserve_gguf._shim import Device
+from tinyserve_gguf.choices import DEFAULT_SINKS, KV_TYPES
 from tinyserve_gguf.context import ContextPlan, ContextSpec, plan_context, uses_flash
 from tinyserve_gguf.errors import OptionError, UnknownOptionError
 from tinyserve_gguf.facts import LayoutGroup, ModelFacts, read_facts
-from tinyserve_gguf.kv import KV_TYPES, KvOptions
+from tinyserve_gguf.kv import KvOptions
 from tinyserve_gguf.miss import MissOptions
 from tinyserve_gguf.placement import default_threads, plan_for
 from tinyserve_gguf.plan import CacheSpec, Plan
 from tinyserve_gguf.weights import check_policy
-from tinyserve_gguf.window import DEFAULT_SINKS, Window
+from tinyserve_gguf.window import Window
 
 # Names of llama_cpp.Llama's options, with their defaults
 STOCK_DEFAULTS: dict[str, Any] = {
@@ -41,6 +42,8 @@ class PagedOptions:
     kv_type: str | None = None
     kv_type_v: str | None = None
     miss: str = "fetch"
+    miss_admit: int | None = None
+    miss_threads: int | None = None
     warm: bool = False
 
     def __post_init__(self) -> None:
@@ -60,7 +63,7 @@ class PagedOptions:
 
     @property
     def misses(self) -> MissOptions:
-        return MissOptions(self.miss)
+        return MissOptions(self.miss, self.miss_admit, self.miss_threads)
 
 
 @dataclass(frozen=True, slots=True)

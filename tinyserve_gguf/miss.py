@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tinyserve_gguf._shim import MISS_MODES, Miss
+from tinyserve_gguf._shim import Miss
+from tinyserve_gguf.choices import MISSES
 from tinyserve_gguf.errors import OptionError
 
-CHOICES = (*MISS_MODES, "auto")
 RATES = (4, 16)  # of admission, that auto tries
 EVERY = 4  # co-execution: at most one miss in so many enters the pool
 
@@ -18,14 +18,14 @@ EVERY = 4  # co-execution: at most one miss in so many enters the pool
 class MissOptions:
     """What the user asked for. `every` (0: no miss enters the pool) and `threads` are for a CPU that computes misses: OptionError where none does."""
 
-    mode: str = "fetch"  # one of CHOICES
+    mode: str = "fetch"  # one of MISSES
     every: int | None = None
     threads: int | None = None
     remember: bool = True  # auto: keep what was found for the next time, and use what was kept
 
     def __post_init__(self) -> None:
-        if self.mode not in CHOICES:
-            raise OptionError(f"--miss is one of {', '.join(CHOICES)}, not {self.mode!r}")
+        if self.mode not in MISSES:
+            raise OptionError(f"--miss is one of {', '.join(MISSES)}, not {self.mode!r}")
         for name, value, least in (("--miss-admit", self.every, 0), ("--miss-threads", self.threads, 1)):
             if value is not None and value < least:
                 raise OptionError(f"{name} is {least} or more, not {value}")

@@ -10,7 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tinyserve_gguf._shim import MISS_MODES, Miss
+from tinyserve_gguf._shim import Miss
+from tinyserve_gguf.choices import MISS_MODES
 from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.miss_auto import Choice
 from tinyserve_gguf.miss_guard import MeasuredSplit

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from threading import Lock
 from types import TracebackType
 from typing import Any
 
@@ -15,8 +17,9 @@ from tinyserve_gguf.context import ContextPlan, ContextSpec, confirm, plan_conte
 from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, OptionError
 from tinyserve_gguf.experts import Experts
 from tinyserve_gguf.facts import read_facts
+from tinyserve_gguf.live import ExpertMap, Resized, read_map, resize
 from tinyserve_gguf.miss import MissOptions
-from tinyserve_gguf.miss_tuning import Tuning, Watching, start_misses
+from tinyserve_gguf.miss_tuning import Tuning, Watching, start_misses, watcher
 from tinyserve_gguf.paging import EXPERT_PATTERN, Layers, open_pager
 from tinyserve_gguf.placement import default_threads, plan_for
 from tinyserve_gguf.plan import Budget, Plan
@@ -139,6 +142,8 @@ class Model:
         self._watch: Tuning | Watching | None = None  # hears of every decoded token: --miss auto, or the guard of another way
         self._warm: WarmStart | None = None
         self._keeps_warm = warm
+        self._watcher: Callable[[], Tuning | Watching | None] | None = None  # begins that, for the cache as large as it is then
+        self._resizing = Lock()
         try:
             self._open(engine, link_gbps, misses.completed(context.options.n_threads), progress)
             self.context = confirm(context, self.facts, spec, device, self.native)
@@ -170,8 +175,9 @@ class Model:
                 self._warm.fill_from_file(stage.part(0.9, 1))
             if link_gbps is not None:
                 self._pager.set_link(link_gbps * 1e9)
-            n_threads = self.context.options.n_threads
-            self._watch = start_misses(self._pager, misses, self.facts, self._device, engine, link_gbps, n_threads)
+            asked = self._pager, misses, self.facts, self._device, engine, link_gbps, self.context.options.n_threads
+            self._watch = start_misses(*asked)
+            self._watcher = partial(watcher, *asked)
         elif link_gbps is not None or engine != "auto" or misses.uses_cpu:
             raise OptionError(f"{self.facts.name} is dense: there is no expert engine to choose, no link to slow down and no expert to miss")
 
@@ -306,6 +312,20 @@ class Model:
         if self._pager:
             self._pager.set_policy(policy)
 
+    def expert_map(self) -> ExpertMap:
+        """Every expert at one moment: resident, hits, last use. May be asked several times a second while replies run. OptionError if dense."""
+        return read_map(self.experts.pager, self.plan)
+
+    def resize(self, expert_cache: str) -> Resized:
+        """Give the expert cache another size, as in `load`, while the model is in use; replies go on, with the same logits. Experts that are resident
+        stay so as far as there is room, in the order of the policy; pinned ones always. CapacityError, OptionError or EngineError for a size that
+        cannot be: nothing changed."""
+        with self._resizing:
+            self.plan, done = resize(self.experts.pager, self.plan, expert_cache, self._device)
+            if self._watcher:  # what is fastest depends on the size
+                self._watch = self._watcher()
+        return done
+
     def check_integrity(self) -> None:
         """EngineError if the expert cache contradicts itself."""
         if self._pager:
@@ -327,11 +347,11 @@ class Model:
 
     def render(self, messages: Sequence[dict[str, str]]) -> str:
         """Prompt text of `messages` by the chat template, up to where the assistant begins. ModelFileError without a template, OptionError where the
-        template refuses: a role it does not know, an order it does not take."""
+        template refuses or fails: a role it does not know, an order it does not take."""
         formatter = self._formatter or self._compile_template()
         try:
             return formatter(list(messages))
-        except ValueError as error:
+        except _llama.TEMPLATE_ERRORS as error:
             raise OptionError(f"the chat template refuses these messages: {error}") from error
 
     def _compile_template(self) -> Callable[[list[dict[str, str]]], str]:

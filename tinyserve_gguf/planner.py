@@ -122,35 +122,63 @@ def make_plan(
     n_ubatch = n_ubatch or pick_ubatch(device, lambda n: ask(Setting(n_ctx, n, kv, flash)).compute)
     setting = Setting(n_ctx, n_ubatch, kv, flash)
     case = _Case(facts, device, budget, setting, ask(setting), ask, 1 + cpu_misses)
+    if spec.kind == "auto" and facts.is_moe:
+        return _auto(case)
+    return _checked(case, case.plan(*_asked(case, spec)), spec)
+
+
+def _asked(case: _Case, spec: CacheSpec) -> tuple[tuple[PoolPlan, ...], str]:
+    """Pools of a size that was asked for, and that in words; none of a dense model."""
+    facts = case.facts
     if not facts.is_moe:
         if spec.kind not in ("auto", "all"):
             raise OptionError(f"{facts.name} is dense: there are no experts to cache, drop --expert-cache {spec.text}")
-        return _checked(case, case.plan((), "dense"), spec)
-    groups = facts.groups
-    total = sum(group.n_experts for group in groups)
-    if spec.kind == "auto":
-        return _auto(case)
+        return (), "dense"
+    groups, total = facts.groups, sum(group.n_experts for group in facts.groups)
     if spec.kind == "all":
-        pools, reason = case.pools(lambda group: group.n_experts), "all experts, as asked"
-    elif spec.kind == "share":
-        pools, reason = case.pools(lambda group: math.ceil(spec.value * group.n_experts)), f"{spec.text} of the experts, as asked"
-    elif spec.kind == "experts":
+        return case.pools(lambda group: group.n_experts), "all experts, as asked"
+    if spec.kind == "share":
+        return case.pools(lambda group: math.ceil(spec.value * group.n_experts)), f"{spec.text} of the experts, as asked"
+    if spec.kind == "experts":
         need = sum(minimum(group) for group in groups)
         if spec.value < need:
             raise OptionError(f"one token needs {need} experts at once: an expert cache of {spec.text} is too small, give {need} or more")
-        pools, reason = case.pools(lambda group: int(spec.value) * group.n_experts // total), f"{spec.text} experts, as asked"
-    else:
-        found = _fit(case, int(spec.value))
-        if found is None:
-            least = case.pools(minimum)
-            stages = sum(pool.stage_bytes for pool in least)
-            need = sum(pool.device_bytes for pool in least)
-            raise OptionError(
-                f"an expert cache needs {size(need)} at least ({size(stages)} of prefill stage and {size(need - stages)} for the experts of one "
-                f"token), and --expert-cache {spec.text} is {size(int(spec.value))}: give more"
-            )
-        pools, reason = found, f"what fits into {spec.text}, as asked"
-    return _checked(case, case.plan(pools, reason), spec)
+        return case.pools(lambda group: int(spec.value) * group.n_experts // total), f"{spec.text} experts, as asked"
+    found = _fit(case, int(spec.value))
+    if found is None:
+        raise CapacityError(_too_small(case, f"--expert-cache {spec.text} is room for {size(int(spec.value))} on {case.device.name}: give more"))
+    return found, f"what fits into {spec.text}, as asked"
+
+
+def _too_small(case: _Case, why: str) -> str:
+    least = case.pools(minimum)
+    stages, need = sum(pool.stage_bytes for pool in least), sum(pool.device_bytes for pool in least)
+    parts = f"{size(stages)} of prefill stage and {size(need - stages)} for the experts of one token"
+    return f"an expert cache needs {size(need)} at least ({parts}), and {why}"
+
+
+def replan(plan: Plan, spec: CacheSpec, free: int) -> Plan:
+    """The plan of a model that is open, with another cache size. `free`: bytes of the device that are free now, beside its slots and stages.
+
+    Raises as `make_plan` does, and CapacityError for a size that does not fit.
+    """
+    facts, held, n_spare = plan.facts, plan.device_bytes, max((pool.n_spare for pool in plan.pools), default=1)
+    room = free + held
+    case = _Case(facts, replace(plan.device, free=free), Budget(ram=plan.host.limit or None), plan.setting, plan.needs, lambda _: plan.needs, n_spare)
+    if spec.kind == "auto" and facts.is_moe:
+        reserve = case.reserve + (facts.expert_bytes if plan.device.is_cpu else 0)  # on the CPU the host pool takes from the same memory
+        pools = _fit(case, room - reserve)
+        if pools is None:
+            raise CapacityError(_too_small(case, f"there is room for {size(max(0, room - reserve))} on {plan.device.name}: free device memory"))
+        return case.plan(pools, f"auto: {size(free)} free and {size(held)} of the cache so far, less {size(reserve)} in reserve")
+    new = case.plan(*_asked(case, spec))
+    if new.device_bytes > room:
+        stage, name = sum(pool.stage_bytes for pool in new.pools), plan.device.name
+        raise CapacityError(
+            f"an expert cache of {spec.text} takes {size(new.device_bytes)} ({size(new.device_bytes - stage)} for {new.n_slots} slots, {size(stage)} "
+            f"of prefill stage); on {name} {size(free)} are free and the cache so far is {size(held)}: {size(new.device_bytes - room)} too few"
+        )
+    return new
 
 
 def _fit(case: _Case, room: int) -> tuple[PoolPlan, ...] | None:

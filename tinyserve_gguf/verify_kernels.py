@@ -25,6 +25,8 @@ _THRESHOLD_FP4 = 2e-2  # where a GPU's FP4 units are used, activations are round
 _FP4 = ("MXFP4", "NVFP4")
 _FP4_UNITS = "BLACKWELL_NATIVE_FP4"  # what ggml-cuda calls it if it was built for them
 
+Multiply = Callable[[npt.NDArray[np.float64], npt.NDArray[np.float64]], npt.NDArray[np.float64]]  # [n, columns], [rows, columns] -> [n, rows]
+
 
 @dataclass(slots=True)
 class KernelRow:
@@ -33,6 +35,7 @@ class KernelRow:
     type: str
     threshold: float  # NMSE
     reference: str = ""  # whose dequantiser: "gguf" or "ggml"
+    maths: str = ""  # who multiplied in float64: "torch" or "numpy", and its version
     n_tensors: int = 0
     worst: str = ""  # tensor with the largest NMSE
     by_batch: dict[int, float] = field(default_factory=dict)  # tokens -> largest NMSE of any tensor
@@ -53,6 +56,17 @@ class KernelRow:
         if self.unsupported:
             return f"the device has no kernel for batches of {', '.join(map(str, self.unsupported))}"
         return f"NMSE {self.nmse:.1e} of {self.worst} is above {self.threshold:.0e}"
+
+
+def reference_maths() -> tuple[str, Multiply]:
+    """Who multiplies in float64, and the function: torch where it is installed, else numpy."""
+    try:
+        from tinyserve_gguf import _torch
+    except ModuleNotFoundError:
+        return f"numpy {np.__version__}", lambda x, weights: x @ weights.T
+    except (ImportError, OSError):  # it is there, without a library that it needs
+        return f"numpy {np.__version__}, as torch does not load", lambda x, weights: x @ weights.T
+    return f"torch {_torch.VERSION}", _torch.multiply
 
 
 def threshold(kind: str, device: Device) -> float:
@@ -94,6 +108,7 @@ def check_part(
 ) -> None:
     """One tensor: experts drawn at random lie in slots in another order than in the file, and random tokens are routed to random slots."""
     w = part.weight
+    row.maths, multiply = reference_maths()
     rng = np.random.default_rng([layer.block, w.ne(0), w.ne(1)])
     n_slots = min(layer.n_expert, max(8, 2 * layer.n_used))
     experts = rng.permutation(layer.n_expert)[:n_slots]
@@ -105,23 +120,28 @@ def check_part(
         values, row.reference = dequantize(rows, w.type_id)
         exact.append(values.astype(np.float64))
     row.n_tensors += 1
+    most = max(batches)  # smaller batches are the first tokens of the largest
+    x = rng.uniform(-1, 1, (most, layer.n_used if part.role == "down" else 1, w.ne(0))).astype(np.float32)  # as in test-backend-ops
+    ids = np.stack([rng.permutation(n_slots)[: layer.n_used] for _ in range(most)]).astype(np.int32)
+    products = _products(multiply, exact, x, ids)
     with ExpertMatmul(device.handle, w.type_id, slots, w.ne(0), n_threads) as matmul:
         for tokens in batches:
-            x = rng.uniform(-1, 1, (tokens, layer.n_used if part.role == "down" else 1, w.ne(0))).astype(np.float32)  # as in test-backend-ops
-            ids = np.stack([rng.permutation(n_slots)[: layer.n_used] for _ in range(tokens)]).astype(np.int32)
-            out = matmul.multiply(x, ids)
+            out = matmul.multiply(x[:tokens], ids[:tokens])
             if out is None:
                 if tokens not in row.unsupported:
                     row.unsupported.append(tokens)
                 continue
-            row.by_batch[tokens] = max(row.by_batch.get(tokens, 0.0), nmse(out[:, :, sample], _products(exact, x, ids)))
+            row.by_batch[tokens] = max(row.by_batch.get(tokens, 0.0), nmse(out[:, :, sample], products[:tokens]))
 
 
-def _products(exact: Sequence[npt.NDArray[np.float64]], x: npt.NDArray[np.float32], ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
+def _products(
+    multiply: Multiply, exact: Sequence[npt.NDArray[np.float64]], x: npt.NDArray[np.float32], ids: npt.NDArray[np.int32]
+) -> npt.NDArray[np.float64]:
+    """[tokens, used, rows]: `x`, [tokens, 1 or used, columns], times the `exact` weights of the slots `ids`, [rows, columns] each."""
     wide = np.broadcast_to(x, (*ids.shape, x.shape[2])).astype(np.float64)
     out = np.empty((*ids.shape, len(exact[0])))
     for slot in np.unique(ids):
-        out[ids == slot] = wide[ids == slot] @ exact[slot].T
+        out[ids == slot] = multiply(wide[ids == slot], exact[slot])
     return out
 
 

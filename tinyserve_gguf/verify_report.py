@@ -45,23 +45,24 @@ def report_tables(report: Report, console: Console) -> list[RenderableType]:
         equal = f"{row.slots_checked} equal" if not row.wrong_bytes else f"{len(row.wrong_bytes)} weights differ"
         notes = "; ".join(row.problems()) or (f"{row.difference.line()}; typically {row.difference.typical:.1e}" if row.difference else "")
         paged.add_row(row.cache, row.policy, f"{row.n_slots} of {row.n_experts}", logits, equal, notes)
-    kernels = _table(console, "expert matmuls beside float64", "type", "tensors", "NMSE", "at batch", "limit", "dequantised by", "")
+    kernels = _table(console, "expert matmuls beside float64", "type", "tensors", "NMSE", "at batch", "limit", "dequantised by", "multiplied by", "")
     for kernel in report.kernels:
         worst = max(kernel.by_batch, key=lambda n: kernel.by_batch[n], default="")
-        kernels.add_row(
-            kernel.type, str(kernel.n_tensors), f"{kernel.nmse:.1e}", str(worst), f"{kernel.threshold:.0e}", kernel.reference, kernel.problem()
-        )
+        numbers = [f"{kernel.nmse:.1e}", str(worst), f"{kernel.threshold:.0e}"]
+        kernels.add_row(kernel.type, str(kernel.n_tensors), *numbers, kernel.reference, kernel.maths, kernel.problem())
     return [*parts, paged, kernels, "", _verdict(report.holds)]
 
 
 def type_tables(rows: Sequence[TypeRow], device: str, console: Console) -> list[RenderableType]:
     """The same for `--types`."""
-    table = _table(console, f"micro models on {device}", "type", "supported", "identical", "NMSE", "at batch", "limit", "dequantised by", "")
+    table = _table(
+        console, f"micro models on {device}", "type", "supported", "identical", "NMSE", "at batch", "limit", "dequantised by", "multiplied by", ""
+    )
     for row in rows:
         numbers = [f"{row.nmse:.1e}", str(row.worst_batch), f"{row.threshold:.0e}"] if row.nmse is not None else ["", "", ""]
         notes = "; ".join(filter(None, ["made with an imatrix" if row.imatrix else "", row.reason]))
         identical = ("yes" if row.identical else "no") if row.supported else ""
-        table.add_row(row.type, "yes" if row.supported else "no", identical, *numbers, row.reference, notes)
+        table.add_row(row.type, "yes" if row.supported else "no", identical, *numbers, row.reference, row.maths, notes)
     return [table, "", _verdict(all(row.holds for row in rows))]
 
 

@@ -1,4 +1,4 @@
-"""Verifies a micro model of every type, each in a process of its own, so that one that aborts or hangs costs only its row."""
+"""Verifies a micro model of every type in another process, so that one that aborts or hangs costs only its row: the next gets a new process."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class TypeRow:
     worst_batch: int | None  # tokens
     threshold: float | None
     reference: str  # whose dequantiser: "gguf" or "ggml"
+    maths: str  # who multiplied in float64
     reason: str  # why it does not hold, or why it is not supported
 
     @property
@@ -64,50 +65,72 @@ def verify_types(names: Sequence[str], options: VerifyOptions, show: Show) -> li
     """A row for each type. Everything in `options` but the path counts."""
     pick_device(options.device)  # refuses a name that there is not
     rows = []
-    for i, name in enumerate(names):
-        show(name, i / len(names))
-        rows.append(_in_process(name, options))
+    worker = None
+    try:
+        for i, name in enumerate(names):
+            show(name, i / len(names))
+            worker = worker or _Worker(options)
+            rows.append(worker.check(name))
+            if not worker.is_sound:
+                worker.close()
+                worker = None
+    finally:
+        if worker:
+            worker.close()
     return rows
 
 
-def _in_process(name: str, options: VerifyOptions) -> TypeRow:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(there, name, asdict(options)), daemon=True)
-    process.start()
-    there.close()
-    try:
-        if not here.poll(LIMIT_S):
-            return _failed(name, f"not done after {LIMIT_S} s")
-        found = here.recv()
-    except EOFError:  # it died without a word
-        process.join()
-        return _failed(name, f"the process ended with {process.exitcode}")
-    finally:
-        process.kill()
-        process.join()
-    return found if isinstance(found, TypeRow) else _failed(name, str(found))
+class _Worker:
+    """A process that verifies one type after the other, until one costs it its life."""
+
+    def __init__(self, options: VerifyOptions) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there, asdict(options)), daemon=True)
+        self._process.start()
+        self.is_sound = True
+        there.close()
+
+    def check(self, name: str) -> TypeRow:
+        """The row of this type. Once the process is late or gone, the worker is no longer sound."""
+        self._pipe.send(name)
+        try:
+            if self._pipe.poll(LIMIT_S):
+                found, self.is_sound = self._pipe.recv()
+            else:
+                found, self.is_sound = f"not done after {LIMIT_S} s", False
+        except EOFError:  # it died without a word
+            self._process.join()
+            found, self.is_sound = f"the process ended with {self._process.exitcode}", False
+        return found if isinstance(found, TypeRow) else _failed(name, str(found))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
 
 
 def _failed(name: str, reason: str) -> TypeRow:
     kind = weight_types()[name]
-    return TypeRow(name, kind.needs_imatrix, True, False, None, None, None, "", reason)
+    return TypeRow(name, kind.needs_imatrix, True, False, None, None, None, "", "", reason)
 
 
-def _child(pipe: Connection, name: str, options: dict[str, Any]) -> None:
-    """Sends one TypeRow, or text that says why there is none."""
+def _serve(pipe: Connection, options: dict[str, Any]) -> None:
+    """Answers each name with a TypeRow, or text that says why there is none; and whether it lives on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     logging.getLogger("tinyserve_gguf").addHandler(logging.NullHandler())
 
     def abort(reason: str) -> None:
-        pipe.send(f"llama.cpp aborts: {reason}")
+        pipe.send((f"llama.cpp aborts: {reason}", False))
         os._exit(1)
 
     with _llama.last_words(abort), TemporaryDirectory() as folder:
-        try:
-            pipe.send(check_type(Path(folder), name, VerifyOptions(**options)))
-        except TinyserveError as error:
-            pipe.send(str(error))
+        while True:
+            name = pipe.recv()
+            try:
+                pipe.send((check_type(Path(folder), name, VerifyOptions(**options)), True))
+            except TinyserveError as error:
+                pipe.send((str(error), True))
 
 
 def check_type(folder: Path, name: str, options: VerifyOptions) -> TypeRow:
@@ -115,7 +138,7 @@ def check_type(folder: Path, name: str, options: VerifyOptions) -> TypeRow:
     kind, device = weight_types()[name], pick_device(options.device)
     if not all(device.multiplies(kind.type_id, ne0, ne1, N_EXPERTS, N_USED) for ne0, ne1 in ((EMBED, FF), (FF, EMBED))):
         reason = f"{device.name} has no kernels for it: such experts are refused there"
-        return TypeRow(name, kind.needs_imatrix, False, False, None, None, None, "", reason)
+        return TypeRow(name, kind.needs_imatrix, False, False, None, None, None, "", "", reason)
     batches = BATCHES_QUICK if options.quick else BATCHES
     path = write_micro(folder / f"{name}.gguf", kind)
     caches, policies = options.caches or (CACHES[:1] if options.quick else CACHES), options.policies or ("lfru",)
@@ -127,4 +150,4 @@ def check_type(folder: Path, name: str, options: VerifyOptions) -> TypeRow:
         reasons.append(row.problem())
     identical = all(paged.difference is None for paged in report.paged)
     worst = max(row.by_batch, key=lambda n: row.by_batch[n], default=None)
-    return TypeRow(name, kind.needs_imatrix, True, identical, row.nmse, worst, row.threshold, row.reference, "; ".join(reasons))
+    return TypeRow(name, kind.needs_imatrix, True, identical, row.nmse, worst, row.threshold, row.reference, row.maths, "; ".join(reasons))

@@ -11,8 +11,9 @@ from tinyserve_gguf._shim import Device, Pager
 from tinyserve_gguf.choices import POLICIES
 from tinyserve_gguf.errors import CapacityError, OptionError
 from tinyserve_gguf.experts import Experts
+from tinyserve_gguf.live import ExpertMap, Resized, read_map, resize
 from tinyserve_gguf.miss import MissOptions
-from tinyserve_gguf.miss_tuning import Tuning, Watching, start_misses
+from tinyserve_gguf.miss_tuning import Tuning, Watching, start_misses, watcher
 from tinyserve_gguf.paging import EXPERT_PATTERN, Layers, open_pager
 from tinyserve_gguf.plan import Plan
 from tinyserve_gguf.stats import Stats
@@ -37,6 +38,7 @@ class Weights:
         self._device = device
         self._misses, self._threads = misses, n_threads
         self._lock = Lock()
+        self._resizing = Lock()
         self._users = 1  # whoever made it
         self._windows: list[WindowCounts] = []  # of open contexts
         self._closed_windows, self._windows_before = WindowCounts(), WindowCounts()  # of closed ones; at the last reset of the counters
@@ -146,6 +148,18 @@ class Weights:
         misses = self.watch_misses.text if self.watch_misses else self.pager.miss
         warm = [self._warm.text] if self._warm else []
         return [*self.plan.lines(), f"engine: {self.pager.engine}", f"host pool: {self.pager.host}", f"misses: {misses}", *warm]
+
+    def expert_map(self) -> ExpertMap:
+        """Every expert at one moment; may be called several times a second while replies run. OptionError on a dense model."""
+        return read_map(self.experts.pager, self.plan)
+
+    def resize(self, expert_cache: str) -> Resized:
+        """Give the expert cache another size, as `Model.resize` does."""
+        with self._resizing:
+            assert self._device
+            self.plan, done = resize(self.experts.pager, self.plan, expert_cache, self._device)
+            self.watch_misses = watcher(self.experts.pager, self._misses, self.plan.facts, self._device, "auto", None, self._threads)
+        return done
 
     def set_policy(self, policy: str) -> None:
         check_policy(policy)

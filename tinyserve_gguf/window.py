@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 
+from tinyserve_gguf.choices import DEFAULT_SINKS, DEFAULT_WINDOW
 from tinyserve_gguf.errors import OptionError
-
-DEFAULT_WINDOW = 2048
-DEFAULT_SINKS = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,20 +97,21 @@ static void new_layer(struct side * side, const struct spec * spec, int32_t l) {
             ggml_set_name(side->scale[l][p], name);
         }
     }
-    side->lora_a[l] = ggml_new_tensor_3d(side->ctx_rest, GGML_TYPE_F32, N_EMBD, 4, n);
-    side->lora_b[l] = ggml_new_tensor_3d(side->ctx_rest, GGML_TYPE_F32, 4, rig_ne1(spec, 0), n);
+    side->lora_a[l] = ggml_new_tensor_3d(side->ctx_adapter, GGML_TYPE_F32, N_EMBD, 4, n);
+    side->lora_b[l] = ggml_new_tensor_3d(side->ctx_adapter, GGML_TYPE_F32, 4, rig_ne1(spec, 0), n);
     ggml_format_name(side->lora_a[l], "blk.%d.lora_a", l);
     ggml_format_name(side->lora_b[l], "blk.%d.lora_b", l);
 }
 
 static struct side side_load(const struct spec * spec, ggml_backend_t backend, ggml_backend_buffer_type_t experts) {
-    struct side side = { .backend = backend, .ctx_experts = new_ctx(), .ctx_rest = new_ctx() };
+    struct side side = { .backend = backend, .ctx_experts = new_ctx(), .ctx_rest = new_ctx(), .ctx_adapter = new_ctx() };
     for (int32_t l = 0; l < spec->n_layers; l++) {
         new_layer(&side, spec, l);
     }
     side.experts = ggml_backend_alloc_ctx_tensors_from_buft(side.ctx_experts, experts);
     side.rest    = ggml_backend_alloc_ctx_tensors_from_buft(side.ctx_rest, ggml_backend_cpu_buffer_type());
-    CHECK(side.experts && side.rest);
+    side.adapter = ggml_backend_alloc_ctx_tensors_from_buft(side.ctx_adapter, experts);
+    CHECK(side.experts && (side.rest || !spec->tables) && side.adapter);
     for (int32_t l = 0; l < spec->n_layers; l++) {
         for (int32_t p = 0; p < rig_n_parts(spec); p++) {
             set_weight(side.weight[l][p]);
@@ -129,6 +130,8 @@ void side_free(struct side * side) {
     ggml_backend_free(side->backend);
     ggml_backend_buffer_free(side->experts);
     ggml_backend_buffer_free(side->rest);
+    ggml_backend_buffer_free(side->adapter);
+    ggml_free(side->ctx_adapter);
     ggml_free(side->ctx_experts);
     ggml_free(side->ctx_rest);
 }

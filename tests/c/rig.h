@@ -35,8 +35,10 @@ struct side {
     ggml_backend_t        backend;
     struct ggml_context * ctx_experts;
     struct ggml_context * ctx_rest;
+    struct ggml_context * ctx_adapter;
     ggml_backend_buffer_t experts;
     ggml_backend_buffer_t rest;
+    ggml_backend_buffer_t adapter;  // of the experts' buffer type, as llama.cpp does it
     struct ggml_tensor *  weight[RIG_LAYERS][RIG_PARTS];  // [ne0, ne1, n_expert]
     struct ggml_tensor *  bias[RIG_LAYERS][RIG_PARTS];    // [ne1, n_expert] or NULL
     struct ggml_tensor *  scale[RIG_LAYERS][RIG_PARTS];   // [n_expert] or NULL

@@ -537,6 +537,34 @@ static void copies_on_their_way_are_not_fetched_as_well(void) {
     close_fake(f);
 }
 
+// ---- what is said ----
+
+static atomic_bool reading;
+
+// 0: every line was one of the two that are set in turn.
+static int read_lines(void * pager) {
+    int wrong = 0;
+    while (reading) {
+        const char * text = tsg_pager_miss(pager);
+        wrong += strcmp(text, "computed by the CPU with 1 thread, at most one in 2 enters the pool") != 0 && strcmp(text, "fetched") != 0;
+    }
+    return wrong;
+}
+
+static void lines_are_whole_while_they_change(void) {
+    struct rig rig = open_with_cpu(&small, &cpu_admits);
+    thrd_t     reader;
+    int        wrong;
+    reading = true;
+    CHECK(thrd_create(&reader, read_lines, rig.pager) == thrd_success);
+    for (int i = 0; i < 50000; i++) {
+        CHECK(tsg_pager_set_miss(rig.pager, i % 2 ? &cpu_admits : &fetch) == TSG_OK);
+    }
+    reading = false;
+    CHECK(thrd_join(reader, &wrong) == thrd_success && wrong == 0);
+    rig_close(&rig);
+}
+
 // ---- what cannot be ----
 
 static void an_adapter_means_fetching_said_once(void) {
@@ -689,6 +717,7 @@ int main(int argc, char ** argv) {
         TEST(copies_on_their_way_are_misses_until_they_arrive),
         TEST(copies_on_their_way_are_not_fetched_as_well),
         TEST(a_step_that_cannot_share_waits_for_copies),
+        TEST(lines_are_whole_while_they_change),
         TEST(an_adapter_means_fetching_said_once),
         TEST(nothing_is_missed_when_all_is_resident),
         TEST(what_is_refused),

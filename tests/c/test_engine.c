@@ -236,6 +236,29 @@ static void more_experts_a_token_than_planned(void) {  // the table of slot ids 
 
 // ---- several backends, policies ----
 
+static int n_waits;
+
+static void count_wait(ggml_backend_t backend) {
+    (void) backend;
+    n_waits++;
+}
+
+// What the first has issued may still read slots. The CPU computes at once, so the wait itself is counted.
+static void a_second_backend_waits_for_the_first(void) {
+    struct rig     rig    = rig_open(&small);
+    ggml_backend_t first  = rig.paged.backend;
+    ggml_backend_t second = rig_backend(&rig);
+    rig_compare_random(&rig, first, 2, 1);
+    ((ggml_backend_t *) first->context)[0]->iface.synchronize = count_wait;  // of the inner backend
+    n_waits = 0;
+    rig_compare_random(&rig, second, 2, 2);
+    CHECK(n_waits == 1);
+    rig_compare_random(&rig, second, 2, 3);
+    CHECK(n_waits == 1);
+    ggml_backend_free(second);
+    rig_close(&rig);
+}
+
 static void two_backends_take_turns(void) {
     struct spec spec      = small;
     spec.tables           = true;
@@ -392,6 +415,7 @@ int main(int argc, char ** argv) {
         TEST(a_router_that_chooses_no_expert),
         TEST(a_view_of_an_expert_weight),
         TEST(more_experts_a_token_than_planned),
+        TEST(a_second_backend_waits_for_the_first),
         TEST(two_backends_take_turns),
         TEST(two_threads_with_a_backend_each),
         TEST(policies_change_while_running),

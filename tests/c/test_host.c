@@ -331,6 +331,93 @@ static void one_pool_of_two(void) {
     }
 }
 
+// ---- pools that do so no longer ----
+
+static enum tsg_status shrink(struct rig * rig, int64_t n_slots) {
+    struct tsg_resized out;
+    const int64_t      slots[2] = { n_slots, n_slots };
+    return tsg_pager_resize(rig->pager, slots, &out);
+}
+
+// From everything resident, or from one pool of two, to a few slots. Whoever holds an address of an expert may go on reading there.
+static void what_becomes_paged_takes_the_ladder(void) {
+    for (int rung = TSG_HOST_MAPPED; rung <= TSG_HOST_PAGEABLE; rung++) {
+        for (int64_t n_slots = 10; n_slots <= 100; n_slots += 90) {
+            struct spec spec    = small;
+            spec.n_slots        = n_slots;
+            fake.register_limit = rung == TSG_HOST_MAPPED ? SIZE_MAX : 0;
+            fake.pinned_limit   = rung == TSG_HOST_PINNED ? SIZE_MAX : 0;
+            struct rig   rig    = offered(&spec, 10000);
+            const void * host;
+            size_t       size;
+            CHECK(rig_ready(rig.pager) == TSG_OK && rig.pager->pools[1].resident);
+            CHECK(tsg_expert_host(rig.pager, 1, 2, 0, &host, &size) == TSG_OK);
+            const void * stays = host;
+            CHECK(shrink(&rig, 6) == TSG_OK && rung_is(&rig, (enum tsg_host_rung) rung, "") && !rig.pager->pools[1].resident);
+            const char * const texts[] = { "", "registered", "pinned copy of", "pageable" };
+            CHECK(strstr(tsg_pager_host(rig.pager), texts[rung]) && !strstr(tsg_pager_host(rig.pager), "nothing is paged"));
+            CHECK(tsg_expert_host(rig.pager, 1, 2, 0, &host, &size) == TSG_OK && memcmp(stays, host, size) == 0);
+            CHECK(rung != TSG_HOST_PINNED || fake.pinned == expert_bytes(&rig, false));
+            CHECK(fake.n_registered == (rung == TSG_HOST_MAPPED ? (size_t) rig.pager->host.n_chunks : 0));
+            works(&rig);
+            // and back, and again: nothing more is locked
+            const size_t locked = fake.registered + fake.pinned;
+            CHECK(shrink(&rig, 100) == TSG_OK && rig_stats(&rig).all_resident);
+            works(&rig);
+            CHECK(shrink(&rig, 6) == TSG_OK && fake.registered + fake.pinned == locked);
+            works(&rig);
+            close_clean(&rig);
+        }
+    }
+}
+
+// The ring is as large as the largest weight that was paged when it was made: whoever does not fit goes without.
+static void a_ring_too_small(void) {
+    struct spec spec    = small;
+    spec.n_slots        = 10;
+    fake.register_limit = 0;
+    fake.pinned_limit   = 50000;
+    struct rig rig      = offered(&spec, 10000);
+    CHECK(rig_ready(rig.pager) == TSG_OK && rung_is(&rig, TSG_HOST_PAGEABLE, "through 8"));
+    rig.pager->host.ring.size--;
+    CHECK(shrink(&rig, 6) == TSG_OK && !rig.pager->pools[1].ring && !rig.pager->pools[0].ring);
+    works(&rig);
+    rig.pager->host.ring.size++;
+    CHECK(shrink(&rig, 5) == TSG_OK && rig.pager->pools[1].ring && rig.pager->pools[0].ring);
+    works(&rig);
+    close_clean(&rig);
+}
+
+static void an_engine_that_needs_locked_memory_stays_as_it_is(void) {
+    for (size_t limit = 0; limit < 60000; limit += 20000) {
+        struct spec spec    = small;
+        spec.n_slots        = 100;
+        fake.register_limit = limit;
+        fake.pinned_limit   = limit;
+        struct rig rig      = offered(&spec, 10000);
+        CHECK(rig_ready(rig.pager) == TSG_OK);
+        rig.pager->engine = TSG_ENGINE_DEVICE;
+        CHECK(rig_failed(shrink(&rig, 6), TSG_E_MEMORY, "cannot be page-locked") && strstr(tsg_last_error(), "no range today"));
+        CHECK(strstr(tsg_last_error(), "no page today") && strstr(tsg_last_error(), "the expert cache stays"));
+        nothing_is_left();
+        fake.available = 1000;
+        CHECK(rig_failed(shrink(&rig, 6), TSG_E_MEMORY, "may be page-locked, and these experts are"));
+        CHECK(rung_is(&rig, TSG_HOST_MAPPED, "nothing is paged") && rig_stats(&rig).all_resident);
+        works(&rig);
+        close_clean(&rig);
+    }
+}
+
+static void a_file_cut_off_before_it_shrinks(void) {
+    struct spec spec    = small;
+    spec.n_slots        = 100;
+    fake.register_limit = SIZE_MAX;
+    struct rig rig      = offered(&spec, 10000);
+    CHECK(rig_ready(rig.pager) == TSG_OK && ftruncate(rig.file[1], 4096) == 0);
+    CHECK(rig_failed(shrink(&rig, 6), TSG_E_FILE, "was cut off while it was read") && rig_stats(&rig).all_resident);
+    close_clean(&rig);
+}
+
 // ---- files ----
 
 static void a_file_that_is_not_there(void) {
@@ -433,6 +520,10 @@ int main(int argc, char ** argv) {
         TEST(more_experts_than_the_caller_lets_be_locked),
         TEST(what_is_resident_is_registered_while_it_is_read),
         TEST(one_pool_of_two),
+        TEST(what_becomes_paged_takes_the_ladder),
+        TEST(a_ring_too_small),
+        TEST(an_engine_that_needs_locked_memory_stays_as_it_is),
+        TEST(a_file_cut_off_before_it_shrinks),
         TEST(a_file_that_is_not_there),
         TEST(a_shard_that_was_not_added),
         TEST(a_file_cut_off_after_its_header_was_read),

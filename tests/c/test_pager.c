@@ -216,6 +216,26 @@ static void tensors_that_were_not_planned(void) {
     tsg_pager_free(rig.pager);
 }
 
+// Tensors that come behind the model's weights are an adapter's: memory of the inner device, as many bytes as it wants for them.
+static void what_comes_later_lies_on_the_device(void) {
+    struct rig            rig = rig_open(&small);
+    struct ggml_context * ctx;
+    CHECK(rig.paged.adapter->buft == ggml_backend_cpu_buffer_type() && rig.paged.experts->buft == tsg_pager_buffer_type(rig.pager));
+    ggml_backend_buffer_t buffer = alloc_one(rig.pager, "blk.0.ffn_up_exps.weight.lora_a", GGML_TYPE_Q4_0, N_FF, &ctx);
+    struct ggml_tensor *  t      = ggml_get_first_tensor(ctx);
+    CHECK(buffer && buffer->buft == ggml_backend_cpu_buffer_type() && !t->extra);
+    CHECK(ggml_backend_buft_get_alignment(tsg_pager_buffer_type(rig.pager)) >= ggml_backend_buft_get_alignment(buffer->buft));
+    CHECK(ggml_backend_buft_get_alloc_size(tsg_pager_buffer_type(rig.pager), t) >= ggml_backend_buft_get_alloc_size(buffer->buft, t));
+    memset(t->data, 1, ggml_nbytes(t));
+    ggml_backend_buffer_free(buffer);
+    ggml_free(ctx);
+    ggml_backend_buffer_free(rig.paged.experts);  // the model goes: what comes then may be its weights again
+    rig.paged.experts = NULL;
+    CHECK(!alloc_one(rig.pager, "blk.0.ffn_up_exps.weight.lora_a", GGML_TYPE_Q4_0, N_FF, &ctx) && strstr(tsg_last_error(), "not an expert weight"));
+    ggml_free(ctx);
+    rig_close(&rig);
+}
+
 static void ready_when_every_byte_has_arrived(void) {
     struct rig            rig = rig_new(&small);
     struct ggml_context * ctx;
@@ -374,6 +394,7 @@ int main(int argc, char ** argv) {
         TEST(a_policy_that_does_not_exist),
         TEST(the_device_engine_needs_cuda),
         TEST(tensors_that_were_not_planned),
+        TEST(what_comes_later_lies_on_the_device),
         TEST(ready_when_every_byte_has_arrived),
         TEST(the_host_pool_is_the_file),
         TEST(every_order_of_freeing),

@@ -25,6 +25,7 @@ Examples:
   tinyserve-gguf chat model.gguf --expert-cache 25%        a quarter of the experts on the device
   tinyserve-gguf chat model.gguf -p "Name a river."        one answer, on stdout
   tinyserve-gguf chat gpt-oss-20b                          a known model, from a cache or the hub
+  tinyserve-gguf serve model.gguf --parallel 2             OpenAI's API on http://127.0.0.1:8080
   tinyserve-gguf info model.gguf --json                    what the file holds and what would go where
   tinyserve-gguf bench model.gguf --baseline               how fast, and llama.cpp beside it
   tinyserve-gguf verify model.gguf --quick                 are the logits really the same?
@@ -61,6 +62,12 @@ def _bench() -> click.Command:
     return bench
 
 
+def _serve() -> click.Command:
+    from tinyserve_gguf.cli.serve import serve
+
+    return serve
+
+
 def _verify() -> click.Command:
     from tinyserve_gguf.cli.verify import verify
 
@@ -87,6 +94,7 @@ def _completion() -> click.Command:
 
 COMMANDS: dict[str, tuple[Callable[[], click.Command], str]] = {
     "chat": (_chat, "Chat with a model, answer one prompt, or a script of turns."),
+    "serve": (_serve, "Serve a model over HTTP, as OpenAI's API has it, with a page at /."),
     "info": (_info, "What a model file holds, and what would be placed where."),
     "bench": (_bench, "Measure speed, hit rates and bounds, and llama.cpp beside them."),
     "verify": (_verify, "Prove that paging changes nothing: logits, kernels, bytes."),

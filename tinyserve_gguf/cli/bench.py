@@ -9,13 +9,12 @@ from typing import Any
 
 import click
 
-from tinyserve_gguf.choices import POLICIES, WARM_STARTS
+from tinyserve_gguf.choices import MISSES, POLICIES, WARM_STARTS
 from tinyserve_gguf.cli.interrupt import Interrupt
 from tinyserve_gguf.cli.lines import decoded
 from tinyserve_gguf.cli.model_argument import model_argument
 from tinyserve_gguf.cli.options import (
     INT32_MAX,
-    MISSES,
     ExpertCache,
     FiniteRange,
     device_option,

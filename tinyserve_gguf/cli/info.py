@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tinyserve_gguf.choices import KV_TYPES
 from tinyserve_gguf.cli.model_argument import model_argument
 from tinyserve_gguf.cli.options import (
     FiniteRange,
@@ -136,7 +137,7 @@ def plan_lines(facts: ModelFacts, asked: Asked) -> list[str]:
 
 def context_lines(facts: ModelFacts) -> list[str]:
     """What the KV cache of the model takes, and how a window is kept with keys of each type."""
-    from tinyserve_gguf.kv import KV_TYPES, why_no_shift, why_no_window
+    from tinyserve_gguf.kv import why_no_shift, why_no_window
 
     if problem := why_no_window(facts.attention):
         return [f"--window: impossible, {problem}"]

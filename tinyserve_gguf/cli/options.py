@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tinyserve_gguf.choices import ENGINES, POLICIES
+from tinyserve_gguf.choices import DEFAULT_SINKS, DEFAULT_WINDOW, ENGINES, FLASH_ATTENTION, KV_TYPES, MISSES, POLICIES
 from tinyserve_gguf.errors import OptionError
 
 if TYPE_CHECKING:
@@ -21,10 +21,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 INT32_MAX = 2**31 - 1  # llama.cpp takes these as 32-bit numbers; a larger one would wrap around unseen
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
 MAX_UBATCH = 1 << 16  # 128 times the default; what lies above only exhausts memory
-KV_TYPES = ("f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl", "f32")
-FLASH_ATTENTION = ("auto", "on", "off")
-DEFAULT_WINDOW = 2048
-MISSES = ("fetch", "cpu", "split", "layers", "auto")
 SAMPLING = ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
 
 
@@ -146,7 +142,10 @@ window_option = click.option(
     help=f"Go on without end in a context of W tokens: the oldest leave.  [default: off; {DEFAULT_WINDOW} without a value]",
 )
 sinks_option = click.option(
-    "--sinks", type=click.IntRange(0, INT32_MAX), metavar="S", help="With --window: how many of the first tokens never leave.  [default: 4]"
+    "--sinks",
+    type=click.IntRange(0, INT32_MAX),
+    metavar="S",
+    help=f"With --window: how many of the first tokens never leave.  [default: {DEFAULT_SINKS}]",
 )
 kv_type_option = click.option(
     "--kv-type", type=click.Choice(KV_TYPES), default="f16", show_default=True, help="Type of the KV cache: of keys, and of values too."

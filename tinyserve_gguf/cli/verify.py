@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from tinyserve_gguf.choices import POLICIES
+from tinyserve_gguf.choices import MISS_MODES, POLICIES
 from tinyserve_gguf.cli.bench import list_of, progress_bar
 from tinyserve_gguf.cli.chat import abort_shown
 from tinyserve_gguf.cli.model_argument import model_argument
@@ -57,7 +57,7 @@ class VerifiedCache(click.types.StringParamType):
 )
 @click.option(
     "--miss",
-    type=click.Choice(("fetch", "cpu", "split", "layers")),
+    type=click.Choice(MISS_MODES),
     default="fetch",
     show_default=True,
     help="Experts that decode misses, as in chat. On a GPU the CPU's share rounds otherwise, and near logits count as right.",
