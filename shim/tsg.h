@@ -147,6 +147,7 @@ struct tsg_expert {
     bool     pinned;
     uint64_t hits;      // lookups that found it resident
     uint64_t misses;    // lookups that did not
+    uint64_t uses;      // of both, those of decode
     uint64_t last_use;  // graph number of its last decode use, 0 = never
 };
 
@@ -263,5 +264,7 @@ enum tsg_status tsg_expert_read_slot(struct tsg_pager * pager, int32_t layer, in
 enum tsg_status tsg_expert_pin(struct tsg_pager * pager, int32_t layer, int32_t expert, bool pin);  // pin loads it first
 enum tsg_status tsg_expert_prefetch(struct tsg_pager * pager, int32_t layer, int32_t expert);
 enum tsg_status tsg_expert_evict(struct tsg_pager * pager, int32_t layer, int32_t expert);
+// The same into a slot that is free, if there is one: nobody leaves, nothing is counted. *loaded says whether there was.
+enum tsg_status tsg_expert_preload(struct tsg_pager * pager, int32_t layer, int32_t expert, bool * loaded);
 // END
 #pragma GCC visibility pop

@@ -27,6 +27,7 @@ from tinyserve_gguf._log import Log
 from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, OptionError
 
 C: Any = llama_cpp.llama_cpp  # the C API
+API: Any = C  # of llama.cpp, for `dryrun`
 StockLlama: Any = llama_cpp.Llama  # llama-cpp-python's own classes
 StockModel: Any = internals.LlamaModel
 StockContext: Any = internals.LlamaContext

@@ -47,6 +47,7 @@ class PagedOptions:
     vram: float | None = None  # GiB, as the other two
     vram_reserve: float | None = None
     ram: float | None = None
+    warm: bool = False
 
     def __post_init__(self) -> None:
         check_policy(self.policy)

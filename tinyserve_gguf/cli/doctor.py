@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tinyserve_gguf.cli.model_argument import model_argument
+
 EXIT_BROKEN = 1
 COLOURS = {"ok": "green", "warning": "yellow", "broken": "red"}
 PLAIN_WIDTH = 160  # columns, where the output is no terminal
@@ -23,7 +25,7 @@ Examples:
 
 
 @click.command(epilog=EPILOG)
-@click.argument("model", metavar="[MODEL]", type=click.Path(), required=False)
+@model_argument(required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(model: str | None, as_json: bool) -> None:
     """Say what of this machine works, what is slow, what is broken and how to mend it. With MODEL also how fast its file is read.

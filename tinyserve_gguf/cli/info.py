@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tinyserve_gguf.choices import KV_TYPES
+from tinyserve_gguf.cli.model_argument import model_argument
 from tinyserve_gguf.cli.options import (
     FiniteRange,
     ctx_size_option,
@@ -41,7 +42,7 @@ def _rate_option(name: str, what: str) -> Callable[[F], F]:
 
 
 @click.command()
-@click.argument("model")
+@model_argument()
 @click.option("--vram", type=FiniteRange(min=0), metavar="GiB", help="Free GPU memory of the machine; 0 = no GPU.  [default: this machine's]")
 @vram_reserve_option
 @click.option("--ram", type=FiniteRange(min=0, min_open=True), metavar="GiB", help="Host memory of the machine.  [default: this machine's]")

@@ -165,6 +165,12 @@ ubatch_option = click.option(
 threads_option = click.option(
     "-t", "--threads", "n_threads", type=click.IntRange(1, MAX_THREADS), metavar="N", help="CPU threads.  [default: chosen for this machine]"
 )
+warm_option = click.option(
+    "--warm/--no-warm",
+    default=True,
+    show_default=True,
+    help="Fill the cache with the experts that decode used most in earlier runs, and keep count of this one.",
+)
 predict_option = click.option(
     "-n",
     "--predict",
@@ -199,7 +205,7 @@ def placement_options(command: F) -> F:
     context = (flash_attn_option, kv_type_v_option, kv_type_option, sinks_option, window_option, ctx_size_option)
     misses = (miss_threads_option, miss_admit_option, miss_option)
     budget = (ram_option, vram_reserve_option, vram_option)
-    for option in (threads_option, ubatch_option, *context, device_option, *misses, policy_option, *budget, expert_cache_option):
+    for option in (threads_option, ubatch_option, *context, device_option, *misses, policy_option, warm_option, *budget, expert_cache_option):
         command = option(command)
     return command
 
