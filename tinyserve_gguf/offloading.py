@@ -52,6 +52,7 @@ def offload(
     vram: float | None = None,
     vram_reserve: float | None = None,
     ram: float | None = None,
+    warm: bool = False,
 ) -> Iterator[None]:
     """Every llama_cpp.Llama that this thread opens inside the block is a `tinyserve_gguf.Llama` with these options, and stays one; so is an object of
     a subclass. Models of other threads and of other asyncio tasks are not touched, nor are those opened before or after.
@@ -60,8 +61,9 @@ def offload(
     `n_ctx` that the code inside gives; `n_gpu_layers=0` keeps its meaning, which is the CPU; a dense model runs whatever `expert_cache` says.
     OptionError at once for options that no model goes with.
     """
-    budget = {"vram": vram, "vram_reserve": vram_reserve, "ram": ram}
-    options = PagedOptions(expert_cache, policy, device, window, sinks, kv_type, kv_type_v, miss, miss_admit, miss_threads, **budget)
+    options = PagedOptions(
+        expert_cache, policy, device, window, sinks, kv_type, kv_type_v, miss, miss_admit, miss_threads, vram, vram_reserve, ram, warm
+    )
     block = _Block(options, threading.get_ident(), _block.get())
     token = _block.set(block)
     _install(1)
