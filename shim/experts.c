@@ -43,6 +43,7 @@ void tsg_pager_reset_stats(struct tsg_pager * pager) {
         struct tsg_slots * slots = &pager->pools[i].slots;
         memset(slots->hits, 0, sizeof(uint64_t) * (size_t) slots->n_experts);
         memset(slots->misses, 0, sizeof(uint64_t) * (size_t) slots->n_experts);
+        memset(slots->prefill, 0, sizeof(uint64_t) * (size_t) slots->n_experts);
     }
     tsg_pager_unlock(pager);
 }
@@ -123,6 +124,7 @@ static struct tsg_expert describe(const struct tsg_slots * slots, int32_t id) {
         .pinned   = slots->pinned[id],
         .hits     = slots->hits[id],
         .misses   = slots->misses[id],
+        .uses     = slots->hits[id] + slots->misses[id] - slots->prefill[id],
         .last_use = graph_of(slots, slots->use[id].last),
     };
 }
@@ -273,6 +275,22 @@ enum tsg_status tsg_expert_evict(struct tsg_pager * pager, int32_t layer, int32_
     }
     if (!tsg_slots_evict(&pool->slots, l->first + expert)) {
         return leave(pager, tsg_fail(TSG_E_STATE, "expert %d of layer %d is pinned: unpin it first", expert, layer));
+    }
+    return leave(pager, TSG_OK);
+}
+
+enum tsg_status tsg_expert_preload(struct tsg_pager * pager, int32_t layer, int32_t expert, bool * loaded) {
+    struct tsg_layer *    l;
+    const enum tsg_status entered = enter(pager, pager->ready, layer, expert, 0, &l);
+    if (entered != TSG_OK) {
+        return entered;
+    }
+    struct tsg_pool * pool = &pager->pools[l->pool];
+    struct tsg_load   load;
+    *loaded = tsg_slots_preload(&pool->slots, l->first + expert, &load);
+    if (*loaded) {
+        tsg_engine_wait(pager);
+        tsg_pool_load_slot(pool, NULL, l, expert, load.slot);
     }
     return leave(pager, TSG_OK);
 }

@@ -86,18 +86,20 @@ void tsg_group_leave(struct tsg_pager * pager) {
 
 uint64_t tsg_lockable(struct tsg_pager * pager) {
     struct tsg_group * group = pager->group;
+    const uint64_t     limit = pager->host.limit ? pager->host.limit : UINT64_MAX;
     uint64_t           room  = pager->host.ops->available(pager);
     if (!group) {
-        return room;
+        const uint64_t left = limit > pager->host.locked ? limit - pager->host.locked : 0;
+        return room < left ? room : left;
     }
+    room = room < limit ? room : limit;
     mtx_lock(&group->lock);
     if (group->locked == 0) {
         group->free_before = room;
     }
     const uint64_t left = group->free_before > group->locked ? group->free_before - group->locked : 0;
-    room                = room < left ? room : left;
     mtx_unlock(&group->lock);
-    return room;
+    return room < left ? room : left;
 }
 
 void tsg_locked(struct tsg_pager * pager, uint64_t bytes) {

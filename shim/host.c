@@ -77,6 +77,14 @@ void tsg_host_free(struct tsg_pager * pager) {
     tsg_files_close(&pager->host);
 }
 
+enum tsg_status tsg_pager_set_host_limit(struct tsg_pager * pager, uint64_t bytes) {
+    if (pager->host.rung != TSG_HOST_NONE) {
+        return tsg_fail(TSG_E_STATE, "the host pool is open: limit it before the pager is ready");
+    }
+    pager->host.limit = bytes;
+    return TSG_OK;
+}
+
 // ---- progress ----
 
 struct report {

@@ -57,6 +57,7 @@ struct tsg_host {
     struct tsg_chunk *    chunks;    // [n_chunks]
     int32_t               n_chunks;
     size_t                chunk_bytes;
+    uint64_t              limit;     // bytes that the caller lets be page-locked, 0: as many as there are
     struct tsg_ring       ring;
     enum tsg_host_rung    rung;
     uint64_t              locked;    // bytes

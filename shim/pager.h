@@ -25,6 +25,7 @@
 //   edges.c    small liberties in the captured graph
 //   stream.c   overlapped prefill
 //   profile.c  where the time goes
+//   measure.c  what this machine can do, without a model
 //   cuda.c     the CUDA driver, found at run time
 //   resize.c   pools of another size while the model is open; survivors.c says who stays
 //   pool.c     device memory of the slots and copies into it

@@ -19,8 +19,10 @@ bool tsg_slots_init(struct tsg_slots * slots, enum tsg_policy policy, int32_t n_
         .in_step   = calloc((size_t) n_slots, sizeof(uint64_t)),
         .hits      = calloc((size_t) n_experts, sizeof(uint64_t)),
         .misses    = calloc((size_t) n_experts, sizeof(uint64_t)),
+        .prefill   = calloc((size_t) n_experts, sizeof(uint64_t)),
     };
-    if (!slots->slot_of || !slots->expert_in || !slots->pinned || !slots->loading || !slots->use || !slots->in_step || !slots->hits || !slots->misses) {
+    if (!slots->slot_of || !slots->expert_in || !slots->pinned || !slots->loading || !slots->use || !slots->in_step || !slots->hits || !slots->misses ||
+        !slots->prefill) {
         tsg_slots_free(slots);
         return false;
     }
@@ -42,6 +44,7 @@ void tsg_slots_free(struct tsg_slots * slots) {
     free(slots->in_step);
     free(slots->hits);
     free(slots->misses);
+    free(slots->prefill);
     *slots = (struct tsg_slots) { 0 };
 }
 
@@ -196,8 +199,12 @@ int32_t tsg_slots_acquire(struct tsg_slots * slots, const int32_t * experts, int
             load(slots, experts[i], slot[i], counts);
         }
     }
-    for (int32_t i = 0; i < n && phase == TSG_DECODE; i++) {  // prefill says nothing about what decode will want
-        tsg_use_count(&slots->use[experts[i]], slots->clock, slots->period);
+    for (int32_t i = 0; i < n; i++) {
+        if (phase == TSG_DECODE) {
+            tsg_use_count(&slots->use[experts[i]], slots->clock, slots->period);
+        } else {
+            slots->prefill[experts[i]]++;  // it says nothing about what decode will want
+        }
     }
     for (int32_t i = 0; i < n && phase == TSG_DECODE && slots->policy == TSG_POLICY_SLRU; i++) {
         if (slot[i] >= 0 && slots->use[experts[i]].loaded != slots->clock) {
@@ -268,6 +275,20 @@ bool tsg_slots_load(struct tsg_slots * slots, int32_t expert, struct tsg_load * 
     }
     load(slots, expert, victim.slot, counts);
     out->slot = victim.slot;
+    return true;
+}
+
+bool tsg_slots_preload(struct tsg_slots * slots, int32_t expert, struct tsg_load * out) {
+    int32_t slot = slots->n_open - 1;
+    while (slot >= 0 && slots->expert_in[slot] >= 0) {
+        slot--;
+    }
+    if (slot < 0 || slots->slot_of[expert] >= 0) {
+        return false;
+    }
+    struct tsg_counts none = { 0 };  // nobody leaves
+    load(slots, expert, slot, &none);
+    *out = (struct tsg_load) { .expert = expert, .slot = slot };
     return true;
 }
 

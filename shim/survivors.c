@@ -99,6 +99,7 @@ bool tsg_slots_resized(const struct tsg_slots * old, int32_t n_slots, const int3
     memcpy(out->use, old->use, n * sizeof(struct tsg_use));
     memcpy(out->hits, old->hits, n * sizeof(uint64_t));
     memcpy(out->misses, old->misses, n * sizeof(uint64_t));
+    memcpy(out->prefill, old->prefill, n * sizeof(uint64_t));
     for (int32_t s = 0; s < n_slots; s++) {
         from[s] = -1;
     }

@@ -148,6 +148,7 @@ struct tsg_expert {
     bool     pinned;
     uint64_t hits;      // lookups that found it resident
     uint64_t misses;    // lookups that did not
+    uint64_t uses;      // of both, those of decode
     uint64_t last_use;  // graph number of its last decode use, 0 = never
 };
 
@@ -177,6 +178,16 @@ struct tsg_device {
     bool         is_cpu;
 };
 
+// A matmul with experts, as MUL_MAT_ID does it: every token uses `n_used` of them.
+struct tsg_experts_load {
+    int32_t type;  // enum ggml_type of the weights, which are zeros
+    int64_t ne0;
+    int64_t ne1;
+    int64_t n_expert;
+    int64_t n_used;
+    int64_t n_tokens;
+};
+
 struct tsg_pager;
 
 const char * tsg_last_error(void);
@@ -190,6 +201,13 @@ const char *    tsg_ggml_version(void);  // the version this library was compile
 void tsg_device_get(void * device, struct tsg_device * out);
 // Host to device bytes per second, from page-locked memory where the device has it, over `repeats` copies of `size` bytes; 0 if memory is short.
 double tsg_device_link_rate(void * device, size_t size, int32_t repeats);
+// Measurements. Rates in bytes per second; 0 if memory is short or the device cannot. Pinned memory is 0 too where the device has none.
+double   tsg_measure_copy(void * device, bool to_device, bool pinned, size_t size, int32_t repeats);
+double   tsg_measure_device_memory(void * device, size_t size, int32_t n_threads, int32_t repeats);  // read and written by a copy
+double   tsg_measure_host_memory(size_t size, int32_t n_threads, int32_t repeats);                   // read
+double   tsg_measure_experts(void * device, const struct tsg_experts_load * load, int32_t n_threads, int32_t repeats);  // seconds of one matmul
+// Bytes that can be page-locked now, in pieces, `most` at most; by the device, or by mlock where it has no such memory. All is given back.
+uint64_t tsg_measure_lockable(void * device, uint64_t most, size_t piece);
 bool tsg_device_supports(void * device, int32_t type, int64_t ne0, int64_t ne1, int64_t n_expert, int64_t n_used);
 
 // Life of a pager: new, add files, pools and layers, commit (allocates the slots), hand device and buffer type to llama_model_load_from_file, ready
@@ -204,6 +222,7 @@ enum tsg_status tsg_pager_add_file(struct tsg_pager * pager, const char * path);
 enum tsg_status tsg_pager_add_pool(struct tsg_pager * pager, int64_t n_slots, int32_t n_stages, int32_t * pool);
 enum tsg_status tsg_pager_add_layer(struct tsg_pager * pager, int32_t pool, int32_t n_expert, int32_t n_used,
                                     const struct tsg_part * parts, int32_t n_parts, int32_t * layer);
+enum tsg_status tsg_pager_set_host_limit(struct tsg_pager * pager, uint64_t bytes);  // page-locked at most, before ready; 0 = what there is
 enum tsg_status tsg_pager_commit(struct tsg_pager * pager);
 enum tsg_status tsg_pager_ready(struct tsg_pager * pager, bool (*progress)(float fraction, void * data), void * data);
 void            tsg_pager_free(struct tsg_pager * pager);
@@ -220,7 +239,7 @@ void * tsg_pager_buffer_type(struct tsg_pager * pager);  // ggml_backend_buffer_
 
 void            tsg_pager_stats(struct tsg_pager * pager, struct tsg_stats * out);
 void            tsg_pager_reset_stats(struct tsg_pager * pager);
-const char *    tsg_pager_engine(struct tsg_pager * pager);  // which engine runs and why, for people; valid while the pager is
+const char *    tsg_pager_engine(struct tsg_pager * pager);  // which engine runs and why, for people; valid until the thread asks again
 const char *    tsg_pager_host(struct tsg_pager * pager);    // which rung of the host pool holds and why, likewise
 enum tsg_status tsg_pager_set_link(struct tsg_pager * pager, double bytes_per_second);  // slows the link down (device engine only); 0 = the real one
 enum tsg_status tsg_pager_set_policy(struct tsg_pager * pager, enum tsg_policy policy);
@@ -250,5 +269,7 @@ enum tsg_status tsg_expert_read_slot(struct tsg_pager * pager, int32_t layer, in
 enum tsg_status tsg_expert_pin(struct tsg_pager * pager, int32_t layer, int32_t expert, bool pin);  // pin loads it first
 enum tsg_status tsg_expert_prefetch(struct tsg_pager * pager, int32_t layer, int32_t expert);
 enum tsg_status tsg_expert_evict(struct tsg_pager * pager, int32_t layer, int32_t expert);
+// The same into a slot that is free, if there is one: nobody leaves, nothing is counted. *loaded says whether there was.
+enum tsg_status tsg_expert_preload(struct tsg_pager * pager, int32_t layer, int32_t expert, bool * loaded);
 // END
 #pragma GCC visibility pop

@@ -11,6 +11,7 @@ import pytest
 # Read by libgomp when llama.cpp is loaded, so before that. By default threads spin while they wait for each other; tiny models do nothing but wait,
 # and beside other work on two cores test_every_pool_size took 398 s instead of 78 s.
 os.environ["OMP_WAIT_POLICY"] = "passive"
+os.environ["XDG_CONFIG_HOME"] = "/nonexistent"  # no test sees the config file of who runs it
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"  # it would call home
 
 from reshaped import dense

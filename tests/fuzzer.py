@@ -62,12 +62,15 @@ def try_file(path: Path) -> str:
     """What info, the planner and the loader make of the file; anything but a TinyserveError is a failure."""
     from tinyserve_gguf import TinyserveError, load, read_facts
     from tinyserve_gguf.cli.info import facts_dict
+    from tinyserve_gguf.cli.outlook import Asked, outlook
     from tinyserve_gguf.placement import plan_for
 
     step = "info"
     try:
         facts = read_facts(path)
-        json.dumps(facts_dict(facts), allow_nan=False)
+        json.dumps(facts_dict(facts, Asked()), allow_nan=False)
+        for vram in (None, 8.0):
+            json.dumps(outlook(facts, Asked(vram=vram)).as_dict(), allow_nan=False)
         step = "the planner"
         for cache in ("auto", "25%", "all"):
             plan, _ = plan_for(facts, expert_cache=cache, device="CPU")

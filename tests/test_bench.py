@@ -417,3 +417,31 @@ def test_interrupted_command_prints_it(model_file: ModelFile, monkeypatch: pytes
     assert result.exit_code == 130
     assert "| expert cache 50%, lfru | pp24 | " in result.stdout
     assert "tg4" not in result.stdout
+
+
+# ---- the start of a session -----------------------------------------------------------------------------------------------------------------
+
+
+def test_starts_cold_and_warm(model_file: ModelFile) -> None:
+    path = model_file("qwen3moe")
+    result = run(path, "-p", "0", "-n", "0", "--expert-cache", "75%,all", "--warm", "both", "--device", "CPU", "-t", "1", "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    cold, warm = report["rows"]  # where every expert has a slot there is nothing to warm up
+    assert [row["run"] for row in (cold, warm)] == ["expert cache 75%, lfru, cold start", "expert cache 75%, lfru, warm start"]
+    assert [row["warm"] for row in (cold, warm)] == [False, True]
+    for row in (cold, warm):
+        assert row["test"] == "start64"
+        assert row["ttft_ms"] > 0
+        assert row["rate"] > 0
+    assert warm["hit_rate"] > cold["hit_rate"]  # room for most of what decode wants, and none of it there at first
+    assert warm["mb_per_token"] < cold["mb_per_token"]
+    assert (cold["fill_seconds"], warm["fill_seconds"] > 0) == (None, True)
+    assert any("slots filled with the experts that decode used most" in note for note in report["notes"])
+    assert not any("bounds need" in note for note in report["notes"])
+
+
+def test_a_start_of_one_kind(model_file: ModelFile) -> None:
+    rows = json.loads(run(model_file("qwen3moe"), "-p", "0", "-n", "0", "--expert-cache", "50%", "--warm", "on", "-t", "1", "--json").stdout)["rows"]
+    assert [row["warm"] for row in rows] == [True]
+    assert "nothing to measure" in error_line(run(model_file("qwen3moe"), "-p", "0", "-n", "0"))

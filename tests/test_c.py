@@ -10,18 +10,8 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent / "c"
-BINARIES = (
-    "test_slots",
-    "test_traces",
-    "test_engine",
-    "test_coexec",
-    "test_counters",
-    "test_pager",
-    "test_experts",
-    "test_host",
-    "test_resize",
-    "test_group",
-)
+NAMES = "slots traces engine coexec counters pager experts host resize measure group"
+BINARIES = tuple(f"test_{name}" for name in NAMES.split())
 
 
 def _run(*command: str | Path) -> None:

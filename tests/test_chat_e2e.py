@@ -19,7 +19,7 @@ from tinyserve_gguf.choices import POLICIES
 
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
-ONE = ("--temp", "0", "-n", "40", "-t", "1")  # greedy; one thread, because threads that wait for each other crawl on a busy machine
+ONE = ("--temp", "0", "-n", "40", "-t", "1", "--no-warm")  # greedy; one thread, because threads that wait for each other crawl on a busy machine
 COUNT = "Count from 1 to 100, one number a line."  # more than the smallest context holds
 LONG = "word " * 300  # a prompt of more tokens than that
 
@@ -49,11 +49,11 @@ def test_same_text_with_every_policy(demo_model: Path, tmp_path: Path, policy: s
 def test_status_and_stats(demo_model: Path, tmp_path: Path) -> None:
     out, err = ask(demo_model, tmp_path, "-p", "-", "--expert-cache", "25%", "--stats-json", "s.json", "-b", "8", stdin=QUESTION + "\n")
     assert out == ANSWER + "\n"
-    plan, cache, engine, host, misses, status = err.splitlines()
+    plan, cache, memory, engine, misses, status = err.splitlines()
     assert plan == "SmolLM2 135M Instruct as 8 experts: llama, 30 MoE layers of 8 experts, top-2, on CPU"
     assert cache.startswith("expert cache: 60 of 240 experts resident (25%), ")
-    assert engine.startswith("engine: host-driven: ")
-    assert host.startswith("host pool: mapped: ")
+    assert re.match(r"memory of CPU: [\d.]+ MiB = [\d.]+ MiB weights \+ [\d.]+ MiB KV cache \(-c 4096\) \+ ", memory)
+    assert engine.startswith("engine: host-driven: ") and "; host pool: mapped: " in engine
     assert misses == "misses: fetched"
     number = r"[\d.]+"
     assert re.fullmatch(rf"prefill 16 tok at {number} tok/s \| decode 7 tok at {number} tok/s \| hit rate {number}% \| {number} MB/tok", status), (
@@ -139,6 +139,14 @@ def test_reset_forgets(demo_model: Path, tmp_path: Path) -> None:
     assert [turn["prompt_tokens"] for turn in turns] == [16, 16]
 
 
+def test_the_second_chat_starts_warm(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    said = [ask(demo_model, tmp_path, "-p", QUESTION, "--expert-cache", "25%", "-n", "12", "--warm") for _ in range(2)]
+    assert [out for out, _ in said] == [ANSWER + "\n"] * 2
+    assert "warm start: nothing is known of this model yet" in said[0][1]
+    assert "warm start: 60 of 60 slots filled" in said[1][1]
+
+
 # ---- on a terminal --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -147,7 +155,7 @@ def terminal(demo_model: Path, tmp_path: Path) -> Iterator[pexpect.spawn]:
     """A chat with the smallest context there is."""
     child = pexpect.spawn(
         sys.executable,
-        ["-m", "tinyserve_gguf", "chat", str(demo_model), "--temp", "0", "-t", "1", "-c", "256", "--expert-cache", "25%"],
+        ["-m", "tinyserve_gguf", "chat", str(demo_model), "--temp", "0", "-t", "1", "-c", "256", "--expert-cache", "25%", "--no-warm"],
         env=environment(TERM="dumb", XDG_STATE_HOME=str(tmp_path)),
         cwd=tmp_path,
         timeout=60,

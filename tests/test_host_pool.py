@@ -105,7 +105,8 @@ def test_the_rung_is_told(model_file: ModelFile, cache: str) -> None:
         assert model.host_pool.startswith("mapped: ")
         assert model.stats().lines()[1] == f"host pool: {model.host_pool}"
         assert model.stats().as_dict()["host"] == model.host_pool
-        assert model.lines() == [*model.plan.lines(), f"engine: {model.engine}", f"host pool: {model.host_pool}", f"misses: {model.miss}"]
+        assert model.lines() == [*model.plan.lines(), f"engine: {model.engine}; host pool: {model.host_pool}", f"misses: {model.miss}"]
+        assert len(model.lines()) == 5
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------------------------------

@@ -18,19 +18,24 @@ MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(
 
 # A module may import those of its own line and of the lines above it. `cli` stands for everything in that folder.
 LAYERS = (
-    ("errors", "choices", "progress", "counters"),
+    ("errors", "choices", "progress", "user_files", "toml_files", "text", "host", "counters", "_log"),
     ("sampling", "window", "attention"),
     ("kv",),
     ("_llama", "_ggufio", "demo", "outfile"),
     ("_sampler", "facts", "channels", "sequence", "_ops", "_matmul", "_types", "_torch"),
-    ("plan", "micro", "check"),
-    ("split",),
+    ("needs", "geometry", "micro", "check", "hot_list", "hub"),
+    ("plan", "catalog"),
+    ("planner", "machine", "cuda_driver", "resolve"),
+    ("estimate", "split"),
     ("_shim",),
     ("devices",),
-    ("experts", "miss", "miss_guard", "stats", "context"),
+    ("dryrun", "_measure", "doctor_checks"),
+    ("experts", "miss", "miss_guard", "stats", "context", "warm"),
     ("miss_auto",),
     ("placement", "paging", "live"),
     ("group",),
+    ("doctor_rates",),
+    ("doctor",),
     ("miss_memory",),
     ("miss_tuning",),
     ("session", "weights"),
@@ -38,7 +43,7 @@ LAYERS = (
     ("llama",),
     ("offloading",),
     ("chat", "bench_baseline", "bench_measure", "bench_needle", "verify_kernels", "verify_logits"),
-    ("bench_table", "bench_profile"),
+    ("bench_table", "bench_profile", "bench_start"),
     ("bench_options",),
     ("bench", "bench_plot", "verify"),
     ("verify_report", "verify_types"),
@@ -52,7 +57,12 @@ LAYERS = (
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-CLI_LAYERS = (("interrupt", "lines", "options"), ("repl", "report"), ("bench", "chat", "demo", "info", "serve", "verify"), ("__init__",))
+CLI_LAYERS = (
+    ("interrupt", "lines", "options", "outlook", "output", "settings", "versions"),
+    ("repl", "report", "model_argument"),
+    ("bench", "chat", "completion", "config", "demo", "doctor", "info", "models", "serve", "verify"),
+    ("__init__",),
+)
 CLI_RANK = {name: rank for rank, names in enumerate(CLI_LAYERS) for name in names}
 MAX_LINES = 420
 
@@ -111,7 +121,9 @@ def test_llama_is_loaded_before_numpy(module: str, tmp_path: Path) -> None:
     assert loaded.index("llama_cpp.llama_cpp") < loaded.index("numpy")
 
 
-@pytest.mark.parametrize(("library", "owner"), [("llama_cpp", "_llama"), ("cffi", "_shim"), ("torch", "_torch"), ("matplotlib", "bench_plot")])
+@pytest.mark.parametrize(
+    ("library", "owner"), [("llama_cpp", "_llama"), ("cffi", "_shim"), ("torch", "_torch"), ("matplotlib", "bench_plot"), ("huggingface_hub", "hub")]
+)
 def test_one_owner(library: str, owner: str) -> None:
     assert {module for module, tree in MODULES.items() for name in imports(tree) if name.split(".")[0] == library} == {owner}
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from gguf_files import EMBED, FF, Tensor, experts, fused, keys, rest, write_gguf, write_shards
 
 from tinyserve_gguf.cli.info import context_lines, info, placement_lines, ranges
-from tinyserve_gguf.errors import ModelFileError
+from tinyserve_gguf.errors import ModelFileError, OptionError
 from tinyserve_gguf.facts import read_facts
 from tinyserve_gguf.plan import size
 
@@ -55,8 +56,10 @@ def test_report(tmp_path: Path) -> None:
     assert report[start : start + 4] == placement_lines(facts)
     start = report.index("context") + 1
     assert report[start : start + len(context_lines(facts))] == context_lines(facts)
-    plan = report[report.index("on this machine, with default options") + 1 :]
+    plan = report[report.index("chat on this machine") + 1 :]
     assert plan[0].startswith("Tiny: glm4moe, 4 MoE layers of 4 experts, top-2, on ") and "expert cache: 16 of 16 experts" in " ".join(plan)
+    estimate = next(i for i, line in enumerate(plan) if line.startswith("on this machine with "))
+    assert plan[estimate + 1].startswith("yes: ~") and " tok/s decode" in plan[estimate + 1]
 
 
 def test_report_is_plain_and_whole_without_a_terminal(tmp_path: Path) -> None:
@@ -126,6 +129,65 @@ def test_json(tmp_path: Path) -> None:
     assert [layer["block"] for layer in found["idle_layers"]] == [4]
     assert found["placement"] == placement_lines(facts)
     assert found["context"] == context_lines(facts)
+
+
+# ---- other machines -------------------------------------------------------------------------------------------------------------------------
+
+
+def estimate(path: Path, *options: str) -> dict[str, Any]:
+    result = run(path, "--json", *options)
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout)["estimate"])
+
+
+@pytest.fixture
+def nothing_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("nothing_measured")
+def test_another_machine(tmp_path: Path) -> None:
+    path = mixed(tmp_path)
+    report = lines(path, "--vram", "8", "--ram", "32", "-c", "128", "--link-gbps", "12", "--mem-gbps", "60", "--gpu-gbps", "288")
+    assert "chat on this machine" not in report
+    at = report.index("on a machine with 8.00 GiB of GPU memory and 32.00 GiB of memory")
+    assert report[at + 1].startswith("yes: ~")
+    text = " ".join(report[at:])
+    for part in (
+        "link 12.0 GB/s (given)",
+        "GPU memory 288.0 GB/s (given)",
+        "expert cache: 16 of 16 experts",
+        "compute buffers (-b ",
+        "doctor measures",
+    ):
+        assert part in text
+    found = estimate(path, "--vram", "8", "--ram", "32", "-c", "0", "--kv-type", "q8_0", "-b", "64", "--vram-reserve", "1")
+    assert found["fits"]
+    assert (found["plan"]["n_ctx"], found["plan"]["n_ubatch"], found["plan"]["device_free"]) == (256, 64, 8 << 30)
+    assert found["machine"]["vram"] == 8 << 30
+    assert found["machine"]["rates"]["link"] == {"per_second": 12e9, "source": "assumed"}
+    assert (found["plan"]["n_slots"], found["plan"]["host_rung"], found["plan"]["is_exact"]) == (16, "none", False)
+
+
+@pytest.mark.usefixtures("nothing_measured")
+def test_a_machine_that_is_too_small(tmp_path: Path) -> None:
+    path = mixed(tmp_path)
+    found = estimate(path, "--vram", "0.4", "--ram", "32")
+    assert not found["fits"]
+    assert found["plan"] is None
+    assert "does not fit on the GPU: " in found["reason"] and "0.4" not in found["reason"]
+    assert any(line.startswith("no: Tiny does not fit on the GPU: ") for line in lines(path, "--vram", "0.4"))
+
+
+@pytest.mark.usefixtures("nothing_measured")
+def test_a_machine_without_a_gpu(tmp_path: Path) -> None:
+    path = mixed(tmp_path)
+    assert "on a machine with no GPU and 16.00 GiB of memory" in lines(path, "--vram", "0", "--ram", "16")
+    for option in ("--link-gbps", "--gpu-gbps", "--vram-reserve"):
+        refused = run(path, "--vram", "0", option, "5")
+        assert isinstance(refused.exception, OptionError)
+    for wrong in (("--vram", "-1"), ("--ram", "0"), ("--mem-gbps", "0"), ("--link-gbps", "nan"), ("--vram", "inf")):
+        assert run(path, *wrong).exit_code == 2
 
 
 def test_split_model(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from tinyserve_gguf.attention import Attention, read_attention
 from tinyserve_gguf.choices import KV_TYPES
 from tinyserve_gguf.cli.info import context_lines
 from tinyserve_gguf.kv import KvOptions, check_kv, keep_window, why_no_shift, why_no_window
+from tinyserve_gguf.needs import kv_bytes_per_token
 from tinyserve_gguf.placement import pick_device
-from tinyserve_gguf.plan import kv_bytes_per_token
 from tinyserve_gguf.window import Window
 
 ModelFile = Callable[..., Path]

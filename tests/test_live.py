@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import exact
@@ -18,7 +19,9 @@ from reshaped import dense
 
 from tinyserve_gguf import CapacityError, EngineError, Llama, Model, OptionError, Sampling, live, load
 from tinyserve_gguf.choices import POLICIES
-from tinyserve_gguf.plan import MIB, CacheSpec, replan
+from tinyserve_gguf.needs import MIB
+from tinyserve_gguf.plan import CacheSpec
+from tinyserve_gguf.planner import replan
 
 ModelFile = Callable[..., Path]
 
@@ -223,8 +226,7 @@ def test_auto_takes_what_is_free(model: Model, monkeypatch: pytest.MonkeyPatch) 
 def test_auto_counts_what_comes_free(model: Model) -> None:
     """On a GPU: nothing but the reserve is left out, and the memory of the cache so far counts as free."""
     plan = model.plan
-    device = type(plan.device)("CUDA0", 0, False)
-    plan = type(plan)(plan.facts, device, plan.pools, plan.reason, plan.n_ubatch)
+    plan = replace(plan, device=replace(plan.device, name="CUDA0", is_cpu=False))
     assert replan(plan, CacheSpec.parse("auto"), 512 * MIB).n_slots < plan.n_slots  # two stages there
     assert replan(plan, CacheSpec.parse("auto"), 600 * MIB).n_slots == 24
     with pytest.raises(CapacityError, match="at least"):

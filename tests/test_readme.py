@@ -28,6 +28,7 @@ SCRIPTS = (
     "scripts/gpu-check",
     "scripts/gpu-kernels",
     "scripts/gpu-miss",
+    "scripts/gpu-plan",
     "scripts/proxy-cost",
     "scripts/make_model.py",
     "scripts/test",

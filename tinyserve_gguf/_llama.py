@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,11 +23,11 @@ import numpy.typing as npt
 from jinja2 import TemplateError, TemplateSyntaxError
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
+from tinyserve_gguf._log import Log
 from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, OptionError
 
-log = logging.getLogger("tinyserve_gguf.llama")
-
 C: Any = llama_cpp.llama_cpp  # the C API
+API: Any = C  # of llama.cpp, for `dryrun`
 StockLlama: Any = llama_cpp.Llama  # llama-cpp-python's own classes
 StockModel: Any = internals.LlamaModel
 StockContext: Any = internals.LlamaContext
@@ -42,7 +41,6 @@ stock_grammars: Any = llama_cpp.llama_grammar
 ALL_LAYERS = 0x7FFFFFFF  # n_gpu_layers that means every layer
 FLASH_ATTENTION = {"auto": C.LLAMA_FLASH_ATTN_TYPE_AUTO, "off": C.LLAMA_FLASH_ATTN_TYPE_DISABLED, "on": C.LLAMA_FLASH_ATTN_TYPE_ENABLED}
 TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)  # of a template that runs
-_LOG_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}  # enum ggml_log_level; 5 continues the line
 
 
 def library() -> ctypes.CDLL:
@@ -65,38 +63,16 @@ def bind(*prototypes: tuple[str, Any, list[Any]]) -> SimpleNamespace:
 # ---- log ------------------------------------------------------------------------------------------------------------------------------------
 
 
-class _Log:
-    """llama.cpp's log: every line goes to the logger `tinyserve_gguf.llama`, and the last lines are kept for error messages. After a
-    `Llama(verbose=True)`, which is llama-cpp-python's default, it also goes where that class sends it: to stderr."""
-
-    def __init__(self) -> None:
-        self.recent: deque[tuple[int, str]] = deque(maxlen=400)  # (level, line)
-        self._level = logging.INFO
-        self._partial = ""
-        self._callback = C.llama_log_callback(self._on_line)
-
-    def install(self) -> None:
-        C.llama_log_set(self._callback, ctypes.c_void_p(0))
-
-    def _on_line(self, level: int, text: bytes, _user: object) -> None:
-        if stock_log.logger.level == logging.DEBUG:
-            stock_log.llama_log_callback(level, text, None)
-        self._level = _LOG_LEVELS.get(level, self._level)
-        self._partial += text.decode("utf-8", "replace")
-        *lines, self._partial = self._partial.split("\n")
-        for line in lines:
-            self.recent.append((self._level, line))
-            log.log(self._level, "%s", line)
-
-    def cause(self) -> str:
-        """The first line logged as an error, else the last line, without llama.cpp's function name. llama.cpp logs the reason first and what it
-        was doing after it: "tensor 'x' has offset 1, expected 0", then "failed to read tensor data"."""
-        lines = list(self.recent)
-        reason = next((line for level, line in lines if level == logging.ERROR and line), lines[-1][1] if lines else "llama.cpp gave no reason")
-        return reason.split(": ", 1)[-1].strip()
+log_lines = Log()
 
 
-_log = _Log()
+def _on_log(level: int, text: bytes, _user: object) -> None:
+    if stock_log.logger.level == logging.DEBUG:  # after a Llama(verbose=True), llama-cpp-python's default, which sends it to stderr
+        stock_log.llama_log_callback(level, text, None)
+    log_lines.add(level, text)
+
+
+_log_callback = C.llama_log_callback(_on_log)
 _started = False
 
 
@@ -104,7 +80,7 @@ def start() -> None:
     """Initialise llama.cpp's backends once per process and take over its log."""
     global _started
     if not _started:
-        _log.install()
+        C.llama_log_set(_log_callback, ctypes.c_void_p(0))
         C.llama_backend_init()
         _started = True
 
@@ -113,8 +89,8 @@ def start() -> None:
 def explained() -> Iterator[Callable[[], str]]:
     """Gives a function that names the cause llama.cpp logged since the block began."""
     start()
-    _log.recent.clear()
-    yield _log.cause
+    log_lines.recent.clear()
+    yield log_lines.cause
 
 
 _AbortCallback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)

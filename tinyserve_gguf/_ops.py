@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
@@ -33,6 +33,9 @@ def _ggml() -> SimpleNamespace:
         ("ggml_cast", pointer, [pointer, pointer, ctypes.c_int]),
         ("ggml_flash_attn_ext", pointer, [pointer, pointer, pointer, pointer, pointer, real, real, real]),
         ("ggml_backend_dev_supports_op", ctypes.c_bool, [pointer, pointer]),
+        ("ggml_backend_dev_buffer_type", pointer, [pointer]),
+        ("ggml_backend_buft_get_alignment", size, [pointer]),
+        ("ggml_backend_buft_get_alloc_size", size, [pointer, pointer]),
         ("ggml_backend_dev_backend_reg", pointer, [pointer]),
         ("ggml_backend_reg_get_proc_address", pointer, [pointer, ctypes.c_char_p]),
     )
@@ -69,6 +72,8 @@ def _context() -> Iterator[int]:
 def has_flash_attention(device: int, *, n_head: int, n_head_kv: int, key_length: int, value_length: int, type_k: int, type_v: int, mla: bool) -> bool:
     """Whether the ggml_backend_dev_t at `device` runs flash attention for one token over these heads. `mla`: values are the front of the keys."""
     ggml = _ggml()
+    if min(n_head, n_head_kv, key_length, value_length) < 1 or n_head % n_head_kv:
+        return False  # a damaged header, which the loader refuses
     type_k, type_v = (_F16 if kind == _F32 else kind for kind in (type_k, type_v))  # llama_graph casts F32 before it
     with _context() as context:
         row = ggml.ggml_row_size(type_k, key_length)
@@ -81,6 +86,19 @@ def has_flash_attention(device: int, *, n_head: int, n_head_kv: int, key_length:
             v = ggml.ggml_new_tensor_4d(context, type_v, value_length, N_KV, n_head_kv, 1)
         mask = ggml.ggml_new_tensor_4d(context, _F16, N_KV, 1, 1, 1)
         return bool(ggml.ggml_backend_dev_supports_op(device, ggml.ggml_flash_attn_ext(context, q, k, v, mask, key_length**-0.5, 0.0, 0.0)))
+
+
+def allocated(device: int, tensors: Iterable[tuple[int, tuple[int, ...]]]) -> int:
+    """Bytes that tensors, each given as (ggml_type, shape), take on the ggml_backend_dev_t at `device`: it may pad rows, and aligns."""
+    ggml, total = _ggml(), 0
+    kind = ggml.ggml_backend_dev_buffer_type(device)
+    alignment = ggml.ggml_backend_buft_get_alignment(kind)
+    for type_id, shape in tensors:
+        with _context() as context:
+            tensor = ggml.ggml_new_tensor_4d(context, type_id, *shape, *(1,) * (4 - len(shape)))
+            n_bytes = ggml.ggml_backend_buft_get_alloc_size(kind, tensor)
+        total += -(-n_bytes // alignment) * alignment
+    return int(total)
 
 
 def has_cast(device: int, kind: int, length: int) -> bool:

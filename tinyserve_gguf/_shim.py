@@ -57,6 +57,7 @@ def _open(folder: Path) -> tuple[cffi.FFI, Any]:
 
 
 _ffi, _lib = _open(Path(__file__).parent)
+BUILT_FOR = str(_ffi.string(_lib.tsg_ggml_version()).decode())  # the version of ggml
 
 _ERRORS: dict[int, type[TinyserveError]] = {
     _lib.TSG_E_ARGUMENT: OptionError,
@@ -151,7 +152,7 @@ def _numbers(struct: Any, kind: type[Any]) -> list[int]:
 
 
 def _state(e: Any) -> ExpertState:
-    return ExpertState(int(e.slot), bool(e.pinned), int(e.hits), int(e.misses), int(e.last_use))
+    return ExpertState(int(e.slot), bool(e.pinned), int(e.hits), int(e.misses), int(e.uses), int(e.last_use))
 
 
 # ---- pager ----------------------------------------------------------------------------------------------------------------------------------
@@ -239,8 +240,9 @@ class Pager:
         _check(_lib.tsg_pager_add_layer(self._pager, pool, n_expert, n_used, array, len(parts), index))
         return int(index[0])
 
-    def commit(self) -> None:
-        """Allocate the slots on the device. CapacityError if they do not fit."""
+    def commit(self, host_limit: int = 0) -> None:
+        """Allocate the slots on the device. CapacityError if they do not fit. `host_limit`: bytes of experts to page-lock at most; 0: no limit."""
+        _check(_lib.tsg_pager_set_host_limit(self._pager, host_limit))
         _check(_lib.tsg_pager_commit(self._pager))
 
     def ready(self, progress: Callable[[float], bool] | None = None) -> None:
@@ -399,6 +401,12 @@ class Pager:
 
     def prefetch(self, layer: int, expert: int) -> None:
         _check(_lib.tsg_expert_prefetch(self._pager, layer, expert))
+
+    def preload(self, layer: int, expert: int) -> bool:
+        """Load it into a free slot. False if it has a slot, or none is free."""
+        loaded = _ffi.new("bool *")
+        _check(_lib.tsg_expert_preload(self._pager, layer, expert, loaded))
+        return bool(loaded[0])
 
     def evict(self, layer: int, expert: int) -> None:
         _check(_lib.tsg_expert_evict(self._pager, layer, expert))

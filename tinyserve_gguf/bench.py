@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 from importlib.metadata import version
 
-from tinyserve_gguf import bench_profile
+from tinyserve_gguf import bench_profile, bench_start
 from tinyserve_gguf._llama import ContextOptions, NativeContext, NativeModel, ggml_version
 from tinyserve_gguf._shim import PagerStats
 from tinyserve_gguf.bench_baseline import full_bytes, label, open_stock
@@ -23,13 +23,16 @@ from tinyserve_gguf.context import ContextSpec, plan_context
 from tinyserve_gguf.devices import device_facts
 from tinyserve_gguf.errors import CapacityError, ModelFileError, OptionError, TinyserveError
 from tinyserve_gguf.facts import read_facts
+from tinyserve_gguf.hot_list import HotList
 from tinyserve_gguf.miss import MissOptions
 from tinyserve_gguf.miss_guard import MeasuredSplit, all_on_cpu, resident_bytes, tightest_split
 from tinyserve_gguf.miss_memory import memory_path, remember_splits
 from tinyserve_gguf.miss_tuning import file_key
 from tinyserve_gguf.model import Model, load
+from tinyserve_gguf.needs import Setting, compute_bytes
 from tinyserve_gguf.placement import default_threads, pick_device, plan_for
-from tinyserve_gguf.plan import GIB, pick_ubatch
+from tinyserve_gguf.plan import GIB
+from tinyserve_gguf.planner import pick_ubatch
 from tinyserve_gguf.sequence import TokenSequence
 from tinyserve_gguf.window import Rolling, Window, WindowCounts
 
@@ -52,8 +55,8 @@ class Bench:
         self._done = 0
         self._text_tokens: tuple[int, ...] = ()
         self._budgets: dict[int, list[str]] = {}  # blocks on the CPU at equal memory -> expert caches of that size
-        if not options.cases and not options.needle:
-            raise OptionError("there is nothing to measure: give -p, -n or --needle")
+        if not options.cases and not options.needle and not options.starts:
+            raise OptionError("there is nothing to measure: give -p, -n, --needle or --warm")
         if options.profile and not any(case.kind == "tg" for case in options.cases):
             raise OptionError("--profile takes the times of decode, and there is no tg test: give -n")
         trained = self.facts.context_length
@@ -62,8 +65,9 @@ class Bench:
                 f"the longest test needs a context of {options.n_ctx} tokens and {self.facts.name} has {trained}: "
                 "give less depth, or shorter or fewer tests (a tg test goes on after the tokens of its repeats)"
             )
-        devices = map(device_facts, self.device.members)
-        self._n_ubatch = options.n_ubatch or min(pick_ubatch(self.facts, device) for device in devices)  # the same for every run
+        n_ctx = min(options.n_ctx, trained or options.n_ctx)
+        batches = (pick_ubatch(one, lambda n: compute_bytes(self.facts, Setting(n_ctx, n))) for one in map(device_facts, self.device.members))
+        self._n_ubatch = options.n_ubatch or min(batches)  # the same for every run
         self._runs = self._plan_runs()
         self.link = self.device.link_rate()  # bytes per second
         if options.link_gbps and self.link and options.link_gbps * 1e9 > self.link:
@@ -131,7 +135,8 @@ class Bench:
     def report(self) -> Report:
         options, facts = self.options, self.facts
         rows, notes = with_bounds(self.rows), list(self.notes)
-        if any(row.is_timed and not row.all_resident and row.runner == "tinyserve-gguf" and row.bound_from is None for row in rows):
+        paged = [row for row in rows if row.is_timed and not row.all_resident and row.runner == "tinyserve-gguf" and row.warm is None]
+        if any(row.bound_from is None for row in paged):
             notes.append("bounds need the compute time with everything on the device, and it was not measured: --baseline or --expert-cache all does")
         notes += guard_lines(rows)
         return Report(
@@ -156,9 +161,9 @@ class Bench:
     # ---- paged ----
 
     def _run_paged(self, run: Run) -> None:
-        options, name = self.options, f"expert cache {run.expert_cache}"
+        options = self.options
         base = Row(
-            run=name,
+            run=f"expert cache {run.expert_cache}",
             runner="tinyserve-gguf",
             expert_cache=run.expert_cache,
             tokens=self._tokens_name,
@@ -168,35 +173,63 @@ class Bench:
         )
         free, start = self._free(), time.perf_counter()
         try:
-            model = load(
-                options.path,
-                expert_cache=run.expert_cache,
-                policy=run.policy,
-                device=self.device.name,
-                tensor_split=options.tensor_split,
-                n_ctx=None if run.window else options.n_ctx,
-                window=run.window,
-                n_ubatch=self._n_ubatch,
-                n_threads=options.n_threads,
-                engine=options.engine,
-                link_gbps=run.link_gbps,
-                miss=run.misses.mode,
-                miss_admit=run.misses.every,
-                miss_threads=run.misses.threads,
-                miss_remember=False,
-                progress=self._loading(f"{name}, {run.policy}" + (f", miss {run.misses.mode}" if run.misses.uses_cpu else "")),
-            )
+            model = self._load(run)
         except TinyserveError as error:
             self._failed(base, error)
             return
+        hot = None
         with model:
             base = self._placed(replace(base, load_seconds=time.perf_counter() - start), model, run.misses)
+            if options.starts and not base.all_resident:
+                hot = self._learn(model)
             needle = hide(model, options.needle, options.text, options.seed) if options.needle else None
             self._measure(base, model.native, model.context.options, model.context.rolling, lambda: model.stats().pager, free, model)
             self.notes += [f"{base.run}: {note}" for note in [*model.stats().device_lines(), *model.take_notes()]]
             self.rows = [replace(row, miss=model.miss) if row.run == base.run and row.miss else row for row in self.rows]  # as it is after all
             if needle:
                 self._seek(base, model, needle)
+        for warm in options.starts if hot else ():
+            self._time_start(base, run, hot if warm else None)
+
+    def _load(self, run: Run) -> Model:
+        options = self.options
+        return load(
+            options.path,
+            expert_cache=run.expert_cache,
+            policy=run.policy,
+            device=self.device.name,
+            tensor_split=options.tensor_split,
+            n_ctx=None if run.window else options.n_ctx,
+            window=run.window,
+            n_ubatch=self._n_ubatch,
+            n_threads=options.n_threads,
+            engine=options.engine,
+            link_gbps=run.link_gbps,
+            miss=run.misses.mode,
+            miss_admit=run.misses.every,
+            miss_threads=run.misses.threads,
+            miss_remember=False,
+            progress=self._loading(f"expert cache {run.expert_cache}, {run.policy}" + (f", miss {run.misses.mode}" if run.misses.uses_cpu else "")),
+        )
+
+    def _learn(self, model: Model) -> HotList:
+        """What decode uses of the model. Whatever a process does only once has been done then, so that no start is slower for being the first."""
+        with closing(NativeContext(model.native, model.context.options)) as context:
+            return bench_start.learn(self._subject(context, model), model.warm)
+
+    def _time_start(self, base: Row, run: Run, hot: HotList | None) -> None:
+        start = time.perf_counter()
+        with self._load(run) as model:
+            base = replace(base, load_seconds=time.perf_counter() - start, run=f"{base.run}, {'warm' if hot else 'cold'} start", warm=hot is not None)
+            if hot:
+                base = replace(base, fill_seconds=bench_start.timed_fill(model.warm, hot))
+                self.notes.append(f"{base.run}: {model.warm.text}; the list is that of {bench_start.LEARNED} other tokens")
+            with closing(NativeContext(model.native, model.context.options)) as context:
+                self.rows.append(measured_row(base, bench_start.measure_start(self._subject(context, model))))
+
+    def _subject(self, context: NativeContext, model: Model) -> Subject:
+        sequence = TokenSequence(context, model.context.rolling, WindowCounts())
+        return Subject(sequence, self._source(model.native), lambda: model.stats().pager, self._tick, model.decoded)
 
     def _placed(self, base: Row, model: Model, misses: MissOptions) -> Row:
         """The row of a run, completed by what was decided when the model was loaded."""

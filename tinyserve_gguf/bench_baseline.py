@@ -11,7 +11,7 @@ from tinyserve_gguf._llama import NativeModel
 from tinyserve_gguf._shim import Device
 from tinyserve_gguf.facts import ModelFacts
 from tinyserve_gguf.miss_guard import all_on_cpu
-from tinyserve_gguf.plan import context_bytes
+from tinyserve_gguf.needs import context_bytes, weight_bytes
 
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # LLM_FFN_EXPS_REGEX of llama.cpp; biases go along with their weights
 
@@ -36,7 +36,7 @@ def label(facts: ModelFacts, n_cpu_moe: int, device: Device) -> str:
 
 def full_bytes(facts: ModelFacts, n_ctx: int, n_ubatch: int) -> int:
     """An estimate of the device memory that llama.cpp needs to hold everything there."""
-    return facts.device_bytes + facts.expert_bytes + context_bytes(facts, n_ctx, n_ubatch)
+    return weight_bytes(facts) + facts.expert_bytes + context_bytes(facts, n_ctx, n_ubatch)
 
 
 def open_stock(facts: ModelFacts, device: Device, n_cpu_moe: int, progress: Callable[[float], bool], *, split: tuple[float, ...] = ()) -> NativeModel:

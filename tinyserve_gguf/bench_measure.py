@@ -22,7 +22,7 @@ from tinyserve_gguf.stats import added, phases
 class Case:
     """One test: `n` tokens after `depth` tokens that are already in the context."""
 
-    kind: str  # "pp" or "tg"
+    kind: str  # "pp", "tg" or "start"
     n: int
     depth: int
 
@@ -117,11 +117,11 @@ def _measure_decode(subject: Subject, case: Case, repeat: int, warmup: int) -> M
     subject.sequence.clear()
     _read(subject, list(islice(stream, max(0, case.depth - warmup))))
     for token in islice(stream, warmup):
-        _step(subject, token)
+        decode_one(subject, token)
     before, steps = subject.snapshot(), []
     for token in islice(stream, repeat * case.n):
         subject.tick()
-        steps.append(_step(subject, token))
+        steps.append(decode_one(subject, token))
     seconds = tuple(sum(steps[i : i + case.n]) for i in range(0, len(steps), case.n))
     after = subject.snapshot()
     counts = phases(after, before)
@@ -142,7 +142,7 @@ def _read(subject: Subject, tokens: Sequence[int]) -> None:
     sequence.context.synchronize()
 
 
-def _step(subject: Subject, token: int) -> float:
+def decode_one(subject: Subject, token: int) -> float:
     """Seconds of one decoded token; where it pushes a block out of a window, that too."""
     start = time.perf_counter()
     subject.sequence.append([token], want_logits=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from tinyserve_gguf import bench_profile
+from tinyserve_gguf import bench_profile, bench_start
 from tinyserve_gguf.bench_measure import Case
 from tinyserve_gguf.bench_needle import REPLY_TOKENS
 from tinyserve_gguf.miss import MissOptions
@@ -39,6 +39,12 @@ class BenchOptions:
     link_gbps: float | None = None  # throttle the link to this
     needle: int = 0  # length of that prompt; 0 = no such test
     profile: bool = False  # times of every layer behind every tg test
+    warm: str = "off"  # also time the start of a session: from an empty pool ("off" alone: not at all), from one that is filled, or both
+
+    @property
+    def starts(self) -> tuple[bool, ...]:
+        """Of sessions: with a pool that is filled?"""
+        return {"off": (), "on": (True,), "both": (False, True)}[self.warm]
 
     @property
     def cases(self) -> list[Case]:
@@ -48,8 +54,11 @@ class BenchOptions:
     @property
     def n_ctx(self) -> int:
         """Context that the longest test needs."""
+        start = bench_start.TOKENS + bench_start.LEARNED if self.starts else 0
         extra = bench_profile.tokens if self.profile else lambda _case: 0
-        return max([case.n_ctx(self.repeat, self.warmup) + extra(case) for case in self.cases] + [self.needle + REPLY_TOKENS if self.needle else 0])
+        return max(
+            [case.n_ctx(self.repeat, self.warmup) + extra(case) for case in self.cases] + [self.needle + REPLY_TOKENS if self.needle else 0, start]
+        )
 
 
 @dataclass(frozen=True, slots=True)

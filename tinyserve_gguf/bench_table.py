@@ -26,6 +26,8 @@ class Row:
     miss: str | None = None  # what happens to misses of decode
     engine: str | None = None  # which one runs, and why
     n_cpu_moe: int | None = None  # llama.cpp: blocks whose experts are on the CPU
+    warm: bool | None = None  # start: whether a hot list filled the pool
+    fill_seconds: float | None = None  # what that took, and load_seconds does not hold
     all_resident: bool = False  # everything is on the device: nothing moves, and the CPU computes nothing
     test: str | None = None  # "pp512", "tg64 @ d4096" or "needle2000"; None in a row with an error
     n_tokens: int | None = None

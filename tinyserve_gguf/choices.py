@@ -10,6 +10,7 @@ ENGINES = ("auto", "host", "device")  # enum tsg_engine_kind
 MISS_MODES = ("fetch", "cpu", "split", "layers")  # enum tsg_miss_mode
 
 MISSES = (*MISS_MODES, "auto")
+WARM_STARTS = ("off", "on", "both")  # of bench
 FLASH_ATTENTION = ("auto", "on", "off")
 DEFAULT_WINDOW = 2048  # tokens
 DEFAULT_SINKS = 4

@@ -65,6 +65,7 @@ class ExpertState:
     pinned: bool
     hits: int
     misses: int
+    uses: int  # of both, those of decode
     last_use: int
 
 

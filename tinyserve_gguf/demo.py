@@ -25,6 +25,7 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, ReaderTensor
 
 from tinyserve_gguf.errors import CapacityError, ModelFileError
+from tinyserve_gguf.user_files import cache_dir
 
 RECIPE = 1  # raise it when the file's contents change: the cache keeps one file per recipe
 N_EXPERTS = 8
@@ -47,9 +48,7 @@ Progress = Callable[[int, int], None]
 
 def demo_path() -> Path:
     """Where the demo model is, or will be: under the user's cache directory (XDG_CACHE_HOME, else ~/.cache)."""
-    configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    cache = configured if configured.is_absolute() else Path.home() / ".cache"
-    return cache / "tinyserve-gguf" / f"demo-{RECIPE}.gguf"
+    return cache_dir() / f"demo-{RECIPE}.gguf"
 
 
 def build_demo(progress: Progress | None = None) -> Path:

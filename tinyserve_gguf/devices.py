@@ -11,6 +11,7 @@ from tinyserve_gguf._llama import Offload
 from tinyserve_gguf._shim import Device
 from tinyserve_gguf.errors import CapacityError, OptionError
 from tinyserve_gguf.facts import ModelFacts
+from tinyserve_gguf.host import host_memory, lockable
 from tinyserve_gguf.plan import CacheSpec, DeviceFacts, Plan
 from tinyserve_gguf.split import PlanPart, check_shares, plan_split
 
@@ -73,8 +74,9 @@ def memory_free(device: Device) -> list[int]:
 
 
 def device_facts(device: Device) -> DeviceFacts:
-    """What a plan needs to know of it."""
-    return DeviceFacts(device.name, device.memory_free, device.is_cpu)
+    """What is free there now. ggml says of the CPU that all memory is free."""
+    free = min(device.memory_free, host_memory().available) if device.is_cpu else device.memory_free
+    return DeviceFacts(device.name, free, device.is_cpu, ram=lockable())
 
 
 def plan_on(
@@ -82,16 +84,17 @@ def plan_on(
     spec: CacheSpec,
     device: Device,
     plan_part: PlanPart,
+    plan_one: Callable[[Device], Plan],
     *,
     n_ubatch: int | None = None,
     tensor_split: Sequence[float] | None = None,
     reason: str = "",
 ) -> Plan:
-    """The plan for one device, or for a DeviceGroup. Raises as `split.plan_split`."""
+    """The plan for one device, by `plan_one`, or for a DeviceGroup. Raises as `split.plan_split`."""
     if not isinstance(device, DeviceGroup):
         if tensor_split is not None:
             raise OptionError(f"--tensor-split is for several devices, and here is {device.name}: name them, such as --device CUDA0,CUDA1")
-        return plan_part(facts, spec, device_facts(device), n_ubatch)
+        return plan_one(device)
     if device.is_cpu and not facts.is_moe:
         raise OptionError(f"{facts.name} is dense: there is nothing to split over the CPU, use --device CPU")
     names = [member.name for member in device.members]
@@ -106,6 +109,7 @@ def plan_auto(
     spec: CacheSpec,
     devices: Sequence[Device],
     plan_part: PlanPart,
+    plan_one: Callable[[Device], Plan],
     *,
     check: Callable[[ModelFacts, Device], None],
     n_ubatch: int | None = None,
@@ -118,11 +122,11 @@ def plan_auto(
     if tensor_split is not None and len(gpus) > 1:
         group = DeviceGroup.of(gpus)
         check(facts, group)
-        return plan_on(facts, spec, group, plan_part, n_ubatch=n_ubatch, tensor_split=tensor_split), group
+        return plan_on(facts, spec, group, plan_part, plan_one, n_ubatch=n_ubatch, tensor_split=tensor_split), group
     check(facts, best)
     one, why = None, ""
     try:
-        one = plan_on(facts, spec, best, plan_part, n_ubatch=n_ubatch, tensor_split=tensor_split)
+        one = plan_on(facts, spec, best, plan_part, plan_one, tensor_split=tensor_split)
         if len(gpus) < 2 or spec.kind != "auto" or one.n_slots >= sum(group.n_experts for group in facts.groups):
             return one, best
         why = f"auto: {best.name} alone holds {one.share:.0%} of the experts"
@@ -134,7 +138,7 @@ def plan_auto(
     for group in _groups(gpus):
         check(facts, group)
         with suppress(CapacityError):
-            found.append((plan_on(facts, spec, group, plan_part, n_ubatch=n_ubatch, reason=why), group))
+            found.append((plan_on(facts, spec, group, plan_part, plan_one, n_ubatch=n_ubatch, reason=why), group))
     if not found:
         raise CapacityError(f"{refusal}; and all GPUs together do not do either")
     return max(found, key=lambda choice: choice[0].n_slots)

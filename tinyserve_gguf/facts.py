@@ -30,7 +30,7 @@ _SHARED = re.compile(r"blk\.\d+\.ffn_\w+_shexp\.\w+")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 # Looked up row by row; llama.cpp keeps them in host memory whatever the device (LLM_TENSOR_LAYER_INPUT)
-_INPUTS = frozenset(f"{name}.weight" for name in ("token_embd", "position_embd", "token_types", "per_layer_token_embd"))
+INPUTS = frozenset(f"{name}.weight" for name in ("token_embd", "position_embd", "token_types", "per_layer_token_embd"))
 # The only graphs that read expert_used_count per block; every other one takes the number of block 0 for all
 _PER_BLOCK_TOP_K = frozenset({"nemotron_h", "nemotron_h_moe"})
 # llama.cpp takes expert_count <= 1 for dense here
@@ -151,7 +151,7 @@ class ModelFacts:
     @property
     def idle_bytes(self) -> int:
         """Everything in idle blocks: in the file, never loaded."""
-        return sum(tensor.n_bytes for tensor in self.tensors if self._is_idle(tensor))
+        return sum(tensor.n_bytes for tensor in self.tensors if self.is_idle(tensor))
 
     @property
     def resident_bytes(self) -> int:
@@ -161,7 +161,7 @@ class ModelFacts:
     @property
     def input_bytes(self) -> int:
         """The part of resident_bytes that llama.cpp keeps in host memory: embedding tables."""
-        return sum(tensor.n_bytes for tensor in self.tensors if tensor.name in _INPUTS)
+        return sum(tensor.n_bytes for tensor in self.tensors if tensor.name in INPUTS)
 
     @property
     def device_bytes(self) -> int:
@@ -174,7 +174,7 @@ class ModelFacts:
     @property
     def shared_expert_bytes(self) -> int:
         """Shared experts, which every token uses: part of resident_bytes."""
-        return sum(tensor.n_bytes for tensor in self.tensors if _SHARED.fullmatch(tensor.name) and not self._is_idle(tensor))
+        return sum(tensor.n_bytes for tensor in self.tensors if _SHARED.fullmatch(tensor.name) and not self.is_idle(tensor))
 
     @property
     def types(self) -> dict[str, int]:
@@ -184,7 +184,8 @@ class ModelFacts:
             total[tensor.type] += tensor.n_bytes
         return dict(total.most_common())
 
-    def _is_idle(self, tensor: TensorFacts) -> bool:
+    def is_idle(self, tensor: TensorFacts) -> bool:
+        """It belongs to a block for multi-token prediction."""
         match = _BLOCK.match(tensor.name)
         return match is not None and int(match[1]) >= self.n_blocks - self.n_idle_blocks
 

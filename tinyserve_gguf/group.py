@@ -223,6 +223,10 @@ class PagerGroup(Pager):
         pager, index = self._at(layer)
         pager.prefetch(index, expert)
 
+    def preload(self, layer: int, expert: int) -> bool:
+        pager, index = self._at(layer)
+        return pager.preload(index, expert)
+
     def evict(self, layer: int, expert: int) -> None:
         pager, index = self._at(layer)
         pager.evict(index, expert)

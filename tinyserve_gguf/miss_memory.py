@@ -16,15 +16,14 @@ from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.miss_auto import Choice
 from tinyserve_gguf.miss_guard import MeasuredSplit
 from tinyserve_gguf.outfile import OutputFile
+from tinyserve_gguf.user_files import cache_dir
 
 VERSION = 1  # raise it when the contents change their meaning
 
 
 def memory_path() -> Path:
-    """Under XDG_CACHE_HOME, else ~/.cache."""
-    configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    cache = configured if configured.is_absolute() else Path.home() / ".cache"
-    return cache / "tinyserve-gguf" / "miss.json"
+    """In the user's cache directory."""
+    return cache_dir() / "miss.json"
 
 
 def situation(*, model: Path, model_bytes: int, device: str, slots: int, threads: int, engine: str, link_gbps: float | None) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import Lock
 from types import TracebackType
+from typing import Any
 
 from tinyserve_gguf import _llama, _shim
 from tinyserve_gguf._llama import NativeModel, Offload
@@ -23,12 +23,14 @@ from tinyserve_gguf.miss import MissOptions
 from tinyserve_gguf.miss_tuning import Tuning, Watching, start_misses, watcher
 from tinyserve_gguf.paging import EXPERT_PATTERN, Layers
 from tinyserve_gguf.placement import default_threads, plan_for
-from tinyserve_gguf.plan import Plan
+from tinyserve_gguf.plan import Budget, Plan
 from tinyserve_gguf.progress import LoadProgress
 from tinyserve_gguf.sampling import Sampling
 from tinyserve_gguf.session import Session
 from tinyserve_gguf.split import check_split_mode, shares_of
 from tinyserve_gguf.stats import LayerTime, Stats, parts_of
+from tinyserve_gguf.text import until, whole_characters
+from tinyserve_gguf.warm import WarmStart
 from tinyserve_gguf.window import WindowCounts
 
 
@@ -53,12 +55,16 @@ def load(
     flash_attn: str = "auto",
     n_ubatch: int | None = None,
     n_threads: int | None = None,
+    vram: float | None = None,
+    vram_reserve: float | None = None,
+    ram: float | None = None,
     engine: str = "auto",
     link_gbps: float | None = None,
     miss: str = "fetch",
     miss_admit: int | None = None,
     miss_threads: int | None = None,
     miss_remember: bool = True,
+    warm: bool = False,
     progress: Callable[[float], bool] | None = None,
 ) -> Model:
     """Open a GGUF model with its routed experts paged through a pool of slots.
@@ -79,6 +85,9 @@ def load(
         flash_attn: "auto", "on" or "off".
         n_ubatch: tokens computed at once in prefill; by default 512, on a GPU up to 4,096 as memory allows.
         n_threads: threads of CPU computation; by default one per core.
+        vram: GiB of device memory to plan with, where less than what is free.
+        vram_reserve: GiB of it that stay free; by default a twentieth, at least half a GiB.
+        ram: GiB of host memory that may be page-locked for experts; by default nine tenths of what is available.
         engine: "auto", "host" (the host reads the router's choice once a layer) or "device" (one CUDA graph a token; an error where that cannot be).
         link_gbps: slow the host-to-device link down to so many GB/s, for what-if runs on the device engine.
         miss: what happens to misses of decode: "fetch" them, let the "cpu" compute them where they lie, "split" them so that link and CPU finish
@@ -87,6 +96,7 @@ def load(
         miss_admit: of the misses that the CPU computes at most one in so many enters the pool, in the background; 0 for none, by default 4.
         miss_threads: threads that compute them; by default `n_threads`, with one core left to the thread that drives the device.
         miss_remember: "auto" keeps its choice in the user's cache directory, and uses one that is kept there.
+        warm: fill the slots with the experts that decode used most in earlier runs, and keep count of this one in the user's cache directory.
         progress: called with 0..1 while weights are loaded; returning False stops it with an EngineError.
 
     Raises ModelFileError, OptionError or CapacityError, one line each, before anything is left behind.
@@ -103,9 +113,10 @@ def load(
         raise OptionError(f"the device engine fetches every miss: --miss {miss} needs --engine auto or host")
     check_split_mode(split_mode)
     spec = ContextSpec.of(n_ctx, window, sinks, kv_type, kv_type_v, flash_attn)
-    plan, chosen = plan_for(read_facts(path), expert_cache=expert_cache, device=device, tensor_split=tensor_split, context=spec, n_ubatch=n_ubatch)
+    asked: dict[str, Any] = {"expert_cache": expert_cache, "device": device, "context": spec, "n_ubatch": n_ubatch, "cpu_misses": misses.uses_cpu}
+    plan, chosen = plan_for(read_facts(path), budget=Budget.of(vram, vram_reserve, ram), ask=True, tensor_split=tensor_split, **asked)
     context = plan_context(plan.facts, spec, chosen, n_ubatch=plan.n_ubatch, n_threads=n_threads or default_threads())
-    return Model(plan, chosen, policy, spec, context, engine=engine, link_gbps=link_gbps, misses=misses, progress=progress)
+    return Model(plan, chosen, policy, spec, context, engine=engine, link_gbps=link_gbps, misses=misses, warm=warm, progress=progress)
 
 
 class Model:
@@ -122,6 +133,7 @@ class Model:
         engine: str = "auto",
         link_gbps: float | None = None,
         misses: MissOptions = MissOptions(),
+        warm: bool = False,
         progress: Callable[[float], bool] | None = None,
     ) -> None:
         self.plan = plan
@@ -136,6 +148,8 @@ class Model:
         self._formatter: Callable[[list[dict[str, str]]], str] | None = None
         self._closed_windows, self._windows_before = WindowCounts(), WindowCounts()  # of closed sessions; at the last reset of the counters
         self._watch: Tuning | Watching | None = None  # hears of every decoded token: --miss auto, or the guard of another way
+        self._warm: WarmStart | None = None
+        self._keeps_warm = warm
         self._watcher: Callable[[], Tuning | Watching | None] | None = None  # begins that, for the cache as large as it is then
         self._resizing = Lock()
         try:
@@ -162,8 +176,11 @@ class Model:
             raise
         self._native.require_generative(self.facts.path, self.facts.architecture)
         if self._pager:
-            self._pager.ready(stage.part(0.5, 1))
+            self._pager.ready(stage.part(0.5, 0.9 if self._keeps_warm else 1))
             self._experts = Experts(self._pager, layers)
+            self._warm = WarmStart(self.facts, self._pager, layers)
+            if self._keeps_warm:
+                self._warm.fill_from_file(stage.part(0.9, 1))
             if link_gbps is not None:
                 self._pager.set_link(link_gbps * 1e9)
             asked = self._pager, misses, self.facts, self._device, engine, link_gbps, self.context.options.n_threads
@@ -180,6 +197,9 @@ class Model:
 
     def close(self) -> None:
         """Free contexts, weights and slots. Sessions and expert handles of this model are dead afterwards."""
+        if self._warm and self._keeps_warm:
+            self._warm.keep()
+        self._warm = None
         for session in list(self._sessions):
             session.close()
         self._own = self._formatter = None
@@ -211,14 +231,22 @@ class Model:
         return self._experts
 
     @property
+    def warm(self) -> WarmStart:
+        """What decode used so far, and filling free slots with what it used elsewhere. OptionError on a dense model."""
+        if self._warm is None:
+            raise OptionError(f"{self.facts.name} is dense or closed: it has no experts")
+        return self._warm
+
+    @property
     def engine(self) -> str:
         """Which expert engine runs, and why, for people."""
         return self._pager.engine if self._pager else "llama.cpp alone"
 
     def lines(self) -> list[str]:
         """What was decided and why, for people: the plan, and what could only be known once the model was loaded."""
-        engine = [f"engine: {self.engine}", f"host pool: {self.host_pool}", f"misses: {self.miss}"] if self._pager else []
-        return [*self.plan.lines(), *engine, *self.context.lines]
+        engine = [f"engine: {self.engine}; host pool: {self.host_pool}", f"misses: {self.miss}"] if self._pager else []
+        warm = [self._warm.text] if self._warm and self._keeps_warm else []
+        return [*self.plan.lines(), *engine, *warm, *self.context.lines]
 
     @property
     def miss(self) -> str:
@@ -253,6 +281,8 @@ class Model:
 
     def reset_stats(self) -> None:
         self._windows_before = self._windows()
+        if self._warm:
+            self._warm.absorb()
         if self._pager:
             self._pager.reset_stats()
 
@@ -358,39 +388,16 @@ class Model:
 
     def text(self, tokens: Iterator[int]) -> Iterator[str]:
         """Pieces of text for tokens as they come; a character that is split over tokens comes when it is whole."""
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for token in tokens:
-            if piece := decoder.decode(self.native.piece(token)):
-                yield piece
-        if rest := decoder.decode(b"", final=True):
-            yield rest
+        return whole_characters(self.native.piece(token) for token in tokens)
 
     def generate(self, prompt: str, *, max_tokens: int = 128, sampling: Sampling = Sampling(), stop: Sequence[str] = ()) -> Iterator[str]:
         """Complete `prompt`, as it is, in pieces of text; ends before the first of `stop`. Calls share one KV cache and reuse its prefix."""
         if self._own is None:
             self._own = self.session()
-        return _until(self.text(self._own.generate(self.tokenize(prompt), max_tokens, sampling)), stop)
+        return until(self.text(self._own.generate(self.tokenize(prompt), max_tokens, sampling)), stop)
 
     def chat(self, messages: Sequence[dict[str, str]], *, max_tokens: int = -1, sampling: Sampling = Sampling()) -> Iterator[str]:
         """The reply to `messages` ({"role", "content"}) through the model's chat template. Calls share one KV cache and reuse its prefix."""
         if self._own is None:
             self._own = self.session()
         return self.text(self._own.generate(self.prompt_tokens(self.render(messages)), max_tokens, sampling))
-
-
-def _until(pieces: Iterator[str], stop: Sequence[str]) -> Iterator[str]:
-    """Text before the first stop string; holds back what may be the beginning of one."""
-    held = ""
-    for piece in pieces:
-        held += piece
-        found = min((at for at in (held.find(s) for s in stop) if at >= 0), default=-1)
-        if found >= 0:
-            if held[:found]:
-                yield held[:found]
-            return
-        keep = max((n for s in stop for n in range(1, len(s)) if held.endswith(s[:n])), default=0)
-        if held[: len(held) - keep]:
-            yield held[: len(held) - keep]
-        held = held[len(held) - keep :]
-    if held:
-        yield held

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tinyserve_gguf._shim import Device, Pager, Part
+from tinyserve_gguf.dryrun import EXPERT_PATTERN as EXPERT_PATTERN
 from tinyserve_gguf.facts import ExpertLayer, ModelFacts, PartFacts, TensorFacts
 from tinyserve_gguf.plan import Plan
 
-EXPERT_PATTERN = r"\.ffn_(gate|up|down|gate_up)_(ch)?exps\.weight"  # everything else, biases and scales too, stays where llama.cpp puts it
 Layers = dict[tuple[int, str], tuple[int, ExpertLayer]]  # (block, family) -> (index in the pager, facts)
 
 
@@ -27,7 +27,7 @@ def open_pager(plan: Plan, device: Device, policy: str, engine: str, cpu_threads
                 layers[layer.block, layer.family] = pager.add_layer(index, layer.n_expert, layer.n_used, parts), layer
         if cpu_threads:
             pager.use_cpu(cpu_threads)
-        pager.commit()
+        pager.commit(plan.host.limit)
     except BaseException:
         pager.close()
         raise

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tinyserve_gguf import _shim
 from tinyserve_gguf._shim import Device
-from tinyserve_gguf.context import ContextSpec
-from tinyserve_gguf.devices import DeviceGroup, plan_auto, plan_on
+from tinyserve_gguf.context import ContextSpec, uses_flash
+from tinyserve_gguf.devices import DeviceGroup, device_facts, plan_auto, plan_on
+from tinyserve_gguf.dryrun import DryRun
 from tinyserve_gguf.errors import ModelFileError, OptionError
 from tinyserve_gguf.facts import ModelFacts
-from tinyserve_gguf.plan import CacheSpec, DeviceFacts, Plan, make_plan
+from tinyserve_gguf.needs import Needs, Setting
+from tinyserve_gguf.plan import GIB, Budget, CacheSpec, DeviceFacts, Plan
+from tinyserve_gguf.planner import make_plan
 
 
 def default_threads() -> int:
@@ -42,19 +45,47 @@ def plan_for(
     tensor_split: Sequence[float] | None = None,
     context: ContextSpec = ContextSpec(),
     n_ubatch: int | None = None,
+    budget: Budget = Budget(),
+    cpu_misses: bool = False,
+    ask: bool = False,
 ) -> tuple[Plan, Device]:
-    """What `load` would decide with these options, and the device or DeviceGroup it is for. Loads nothing."""
+    """What `load` would decide with these options, and the device or DeviceGroup it is for. Loads nothing. `budget.vram` is for each device. `ask`:
+    llama.cpp, which reads the header again, what the context takes; else, and on several devices, that is estimated."""
     spec = CacheSpec.parse(expert_cache)
-    n_ctx = context.length(facts)
+    chosen = pick_device(device)
+    for member in chosen.members:
+        if budget.vram is not None and budget.vram > member.memory_total:
+            raise OptionError(
+                f"{member.name} has {member.memory_total / GIB:.2f} GiB in all: give --vram less; info --vram plans for another machine"
+            )
+    flash = uses_flash(facts, context.kv, chosen)
 
-    def plan_part(facts: ModelFacts, spec: CacheSpec, device: DeviceFacts, n_ubatch: int | None) -> Plan:
-        return make_plan(facts, spec, device, n_ctx=n_ctx, n_ubatch=n_ubatch, kv=context.kv)
+    def plan_part(
+        part: ModelFacts, spec: CacheSpec, device: DeviceFacts, n_ubatch: int | None, needs: Callable[[Setting], Needs] | None = None
+    ) -> Plan:
+        return make_plan(
+            part,
+            spec,
+            device,
+            n_ctx=context.length(facts),
+            n_ubatch=n_ubatch,
+            kv=context.kv,
+            flash=flash,
+            budget=budget,
+            cpu_misses=cpu_misses,
+            needs=needs,
+        )
+
+    def plan_one(device: Device) -> Plan:
+        if not ask:
+            return plan_part(facts, spec, device_facts(device), n_ubatch)
+        with DryRun(facts, device) as dry:
+            return plan_part(facts, spec, device_facts(device), n_ubatch, dry.needs)
 
     if device.lower() == "auto":
-        return plan_auto(facts, spec, _shim.devices(), plan_part, n_ubatch=n_ubatch, tensor_split=tensor_split, check=check_kernels)
-    chosen = pick_device(device)
+        return plan_auto(facts, spec, _shim.devices(), plan_part, plan_one, n_ubatch=n_ubatch, tensor_split=tensor_split, check=check_kernels)
     check_kernels(facts, chosen)
-    return plan_on(facts, spec, chosen, plan_part, n_ubatch=n_ubatch, tensor_split=tensor_split), chosen
+    return plan_on(facts, spec, chosen, plan_part, plan_one, n_ubatch=n_ubatch, tensor_split=tensor_split), chosen
 
 
 def check_kernels(facts: ModelFacts, device: Device) -> None:

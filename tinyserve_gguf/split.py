@@ -14,7 +14,9 @@ from functools import cache
 
 from tinyserve_gguf.errors import CapacityError, OptionError
 from tinyserve_gguf.facts import LayoutGroup, ModelFacts
-from tinyserve_gguf.plan import CacheSpec, DeviceFacts, Plan, minimum, replan, size
+from tinyserve_gguf.needs import Needs
+from tinyserve_gguf.plan import CacheSpec, DeviceFacts, HostPlan, Plan, minimum, size
+from tinyserve_gguf.planner import replan
 
 MAX_DEVICES = 16  # TSG_MAX_DEVICES, llama_max_devices()
 
@@ -106,10 +108,11 @@ class SplitPlan(Plan):
             stage = sum(pool.stage_bytes for pool in part.pools)
             cached = "no experts there"
             if n_experts:
-                cached = f"{part.n_slots} of {n_experts} experts resident ({part.share:.0%}), {size(part.device_bytes - stage)} of slots"
+                slots = sum(pool.slot_bytes for pool in part.pools)
+                cached = f"{part.n_slots} of {n_experts} experts resident ({part.share:.0%}), {size(slots)} of slots"
                 cached += (f" and {size(stage)} of prefill stage" if stage else "") + f"; {part.reason}"
             lines.append(f"{label}: {self._layers(i)}; {cached}")
-        return [*head, *lines]
+        return [*head[:2], *lines, *(part.memory_line() for part in self.parts)]
 
     def _layers(self, device: int) -> str:
         blocks = [block for block, owner in enumerate(self.devices[:-1]) if owner == device]
@@ -132,8 +135,21 @@ def joined(
         "device": DeviceFacts(name, sum(part.device.free for part in parts), all(part.device.is_cpu for part in parts)),
         "pools": tuple(pool for part in parts for pool in part.pools),
         "reason": reason,
+        "needs": _all_needs([part.needs for part in parts]),
+        "host": _all_hosts([part.host for part in parts]),
     }
     return SplitPlan(**whole, parts=tuple(parts), labels=tuple(labels), devices=tuple(devices), shares=tuple(shares))
+
+
+def _all_needs(parts: Sequence[Needs]) -> Needs:
+    sums = {name: sum(getattr(part, name) for part in parts) for name in ("weights", "kv", "compute", "host_weights", "host_compute")}
+    return Needs(**sums, is_exact=all(part.is_exact for part in parts))
+
+
+def _all_hosts(parts: Sequence[HostPlan]) -> HostPlan:
+    """The lowest rung that one of them is on."""
+    rung = max((part.rung for part in parts), key=("none", "mapped", "pageable").index)
+    return HostPlan(rung, sum(part.paged for part in parts), sum(part.ring for part in parts), max(part.limit for part in parts))
 
 
 def least_experts(facts: ModelFacts) -> int:

@@ -13,8 +13,9 @@ from tinyserve_gguf.errors import EngineError, OptionError
 from tinyserve_gguf.facts import ExpertLayer, ModelFacts, read_facts
 from tinyserve_gguf.miss_guard import all_on_cpu
 from tinyserve_gguf.model import Model, load
+from tinyserve_gguf.needs import context_bytes, weight_bytes
 from tinyserve_gguf.placement import default_threads, pick_device, plan_for
-from tinyserve_gguf.plan import CacheSpec, Plan, context_bytes, minimum, size
+from tinyserve_gguf.plan import CacheSpec, Plan, minimum, size
 from tinyserve_gguf.split import SplitPlan, shares_of
 from tinyserve_gguf.verify_kernels import KernelRow, check_kernels, unequal_slots
 from tinyserve_gguf.verify_logits import UBATCH, Difference, Logits, Workload
@@ -114,7 +115,7 @@ def verify(options: VerifyOptions, show: Show) -> Report:
     device, split = pick_device(options.device), options.tensor_split
     sizes = {cache: _size(facts, cache, device) for cache in caches}
     for cache in sizes.values():  # refuses what cannot be, before anything is loaded
-        plan, _ = plan_for(facts, expert_cache=cache, device=device.name, tensor_split=split, n_ubatch=UBATCH)
+        plan, device = plan_for(facts, expert_cache=cache, device=device.name, tensor_split=split, n_ubatch=UBATCH)
     n_threads = options.n_threads or default_threads()
     work = Workload(options.batches, 1, n_threads) if options.batches else Workload.of(facts, n_threads, quick=options.quick)
     _check_room(facts, device, work)
@@ -186,7 +187,7 @@ def check_cache(text: str) -> str:
 
 def _check_room(facts: ModelFacts, device: Device, work: Workload) -> None:
     """llama.cpp alone must fit on the device: it is the reference."""
-    needed = facts.device_bytes + facts.expert_bytes + context_bytes(facts, work.options().n_ctx, UBATCH)
+    needed = weight_bytes(facts) + facts.expert_bytes + context_bytes(facts, work.options().n_ctx, UBATCH)
     if not device.is_cpu and needed > device.memory_free:
         raise OptionError(
             f"llama.cpp with everything on {device.name} is the reference, and it needs {size(needed)} where {size(device.memory_free)} are free; "

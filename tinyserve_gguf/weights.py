@@ -19,6 +19,7 @@ from tinyserve_gguf.paging import EXPERT_PATTERN, Layers
 from tinyserve_gguf.plan import Plan
 from tinyserve_gguf.split import shares_of
 from tinyserve_gguf.stats import Stats, parts_of
+from tinyserve_gguf.warm import WarmStart
 from tinyserve_gguf.window import WindowCounts
 
 
@@ -33,7 +34,7 @@ class Weights:
     `release`. `device` None leaves the choice of devices to llama.cpp; `n_threads` are
     those of its CPU work."""
 
-    def __init__(self, plan: Plan, device: Device | None, policy: str, misses: MissOptions, n_threads: int) -> None:
+    def __init__(self, plan: Plan, device: Device | None, policy: str, misses: MissOptions, n_threads: int, *, warm: bool = False) -> None:
         self.plan = plan
         self.policy = policy
         self._device = device
@@ -47,6 +48,8 @@ class Weights:
         self._experts: Experts | None = None
         self.watch_misses: Tuning | Watching | None = None  # hears of every decoded token
         self.pager: Pager | None = None
+        self._warm: WarmStart | None = None  # if it is asked for
+        self._keeps_warm = warm
         self._layers: Layers = {}
         self._keep: list[object] = []  # what the loader's parameters point at
         if plan.facts.is_moe:
@@ -69,6 +72,9 @@ class Weights:
             assert self._device
             self.pager.ready()
             self._experts = Experts(self.pager, self._layers)
+            if self._keeps_warm:
+                self._warm = WarmStart(self.plan.facts, self.pager, self._layers)
+                self._warm.fill_from_file()
             self.watch_misses = start_misses(self.pager, self._misses, self.plan.facts, self._device, "auto", None, self._threads)
 
     def why_not_loaded(self) -> CapacityError | None:
@@ -97,6 +103,8 @@ class Weights:
             self._windows = [counts for counts in self._windows if counts is not windows]
             if self._users:
                 return
+        if self._warm:
+            self._warm.keep()
         if self._native:
             self._native.close()
         if self.pager:
@@ -124,6 +132,8 @@ class Weights:
 
     def reset_stats(self) -> None:
         self._windows_before = self._all_windows()
+        if self._warm:
+            self._warm.absorb()
         if self.pager:
             self.pager.reset_stats()
 
@@ -139,7 +149,8 @@ class Weights:
         if self.pager is None:
             return self.plan.lines()
         misses = self.watch_misses.text if self.watch_misses else self.pager.miss
-        return [*self.plan.lines(), f"engine: {self.pager.engine}", f"host pool: {self.pager.host}", f"misses: {misses}"]
+        warm = [self._warm.text] if self._warm else []
+        return [*self.plan.lines(), f"engine: {self.pager.engine}", f"host pool: {self.pager.host}", f"misses: {misses}", *warm]
 
     def expert_map(self) -> ExpertMap:
         """Every expert at one moment; may be called several times a second while replies run. OptionError on a dense model."""

@@ -37,6 +37,24 @@ static void pin_prefetch_evict(void) {
     rig_close(&rig);
 }
 
+static void preloading_fills_free_slots(void) {
+    struct rig rig = rig_open(&small);
+    bool       loaded;
+    for (int32_t e = 0; e < 8; e++) {
+        CHECK(tsg_expert_preload(rig.pager, 1, e, &loaded) == TSG_OK && loaded == (e < 6) && get(&rig, 1, e).slot == (e < 6 ? 5 - e : -1));
+    }
+    CHECK(tsg_expert_preload(rig.pager, 1, 0, &loaded) == TSG_OK && !loaded);  // it is there
+    const struct tsg_counts decode = rig_stats(&rig).phase[TSG_DECODE];
+    CHECK(rig_stats(&rig).slots_used == 6 && decode.lookups == 0 && decode.bytes_link == 0 && decode.evictions == 0);
+    CHECK(get(&rig, 1, 0).uses == 0 && tsg_pager_check_integrity(rig.pager) == TSG_OK);
+    rig_check_slots(&rig);
+    for (uint64_t seed = 1; seed < 10; seed++) {
+        rig_compare_random(&rig, rig.paged.backend, seed % 3 ? 2 : 40, seed);
+    }
+    CHECK(rig_failed(tsg_expert_preload(rig.pager, 1, 8, &loaded), TSG_E_ARGUMENT, "there is no weight"));
+    rig_close(&rig);
+}
+
 static void slots_are_read_back(void) {
     struct rig   rig = rig_open(&small);
     const void * host;
@@ -71,6 +89,8 @@ static void experts_that_do_not_exist(void) {
 
 static void not_possible_yet(struct rig * rig) {
     uint8_t slot[4096];
+    bool    loaded;
+    CHECK(tsg_expert_preload(rig->pager, 0, 0, &loaded) == TSG_E_STATE);
     CHECK(tsg_expert_pin(rig->pager, 0, 0, true) == TSG_E_STATE && tsg_expert_prefetch(rig->pager, 0, 0) == TSG_E_STATE);
     CHECK(tsg_expert_pin(rig->pager, 0, 0, false) == TSG_E_STATE && tsg_expert_evict(rig->pager, 0, 0) == TSG_E_STATE);
     const size_t size = rig->pager->layers[0]->weight[0].bytes;
@@ -128,6 +148,7 @@ static void last_use_is_the_number_of_the_graph(void) {
 int main(int argc, char ** argv) {
     const struct test tests[] = {
         TEST(pin_prefetch_evict),
+        TEST(preloading_fills_free_slots),
         TEST(slots_are_read_back),
         TEST(experts_that_do_not_exist),
         TEST(experts_before_commit),

@@ -286,6 +286,19 @@ static void more_experts_than_memory(void) {  // locking them would kill the pro
     close_clean(&rig);
 }
 
+static void more_experts_than_the_caller_lets_be_locked(void) {
+    fake.register_limit = fake.pinned_limit = SIZE_MAX;
+    for (int fits = 0; fits < 2; fits++) {
+        struct rig rig = offered(&small, 10000);
+        CHECK(tsg_pager_set_host_limit(rig.pager, fits ? 2 * expert_bytes(&rig, false) : expert_bytes(&rig, false) / 2) == TSG_OK);
+        CHECK(rig_ready(rig.pager) == TSG_OK);
+        CHECK(fits ? rung_is(&rig, TSG_HOST_MAPPED, "registered") : rung_is(&rig, TSG_HOST_PAGEABLE, "may be page-locked, and the experts are"));
+        CHECK(tsg_pager_set_host_limit(rig.pager, 0) == TSG_E_STATE);
+        works(&rig);
+        close_clean(&rig);
+    }
+}
+
 // ---- pools that hold everything ----
 
 static void what_is_resident_is_registered_while_it_is_read(void) {
@@ -504,6 +517,7 @@ int main(int argc, char ** argv) {
         TEST(memory_at_another_address),
         TEST(a_device_that_cannot_register),
         TEST(more_experts_than_memory),
+        TEST(more_experts_than_the_caller_lets_be_locked),
         TEST(what_is_resident_is_registered_while_it_is_read),
         TEST(one_pool_of_two),
         TEST(what_becomes_paged_takes_the_ladder),

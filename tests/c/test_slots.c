@@ -326,6 +326,33 @@ static void a_load_that_cannot_be_met_changes_nothing(void) {
     tsg_slots_free(&s);
 }
 
+static void preloading_fills_free_slots_from_the_end(void) {
+    const enum tsg_policy policies[] = { TSG_POLICY_LRU, TSG_POLICY_LFU, TSG_POLICY_LFRU, TSG_POLICY_SLRU, TSG_POLICY_FIFO };
+    for (size_t i = 0; i < 5; i++) {
+        struct tsg_slots s = pool(policies[i], 3);
+        struct tsg_load  load;
+        use(&s, 0, TSG_PREFILL);
+        CHECK(tsg_slots_preload(&s, 5, &load) && load.slot == 2 && load.expert == 5 && !tsg_slots_preload(&s, 5, &load));
+        CHECK(tsg_slots_preload(&s, 6, &load) && load.slot == 1 && holds(&s, "agf"));
+        CHECK(!tsg_slots_preload(&s, 7, &load) && holds(&s, "agf") && !tsg_slots_check(&s));  // full: nobody leaves
+        use(&s, 8, TSG_DECODE);
+        CHECK(holds(&s, "igf"));
+        use(&s, 8, TSG_DECODE);
+        use(&s, 9, TSG_DECODE);
+        CHECK(holds(&s, "ijf"));  // the first that was preloaded stays longest
+        tsg_slots_free(&s);
+    }
+}
+
+static void uses_of_prefill_are_counted_apart(void) {
+    struct tsg_slots s = pool(TSG_POLICY_LFRU, 2);
+    use(&s, 1, TSG_PREFILL);
+    use(&s, 1, TSG_PREFILL);
+    use(&s, 1, TSG_DECODE);
+    CHECK(s.hits[1] == 2 && s.misses[1] == 1 && s.prefill[1] == 2);
+    tsg_slots_free(&s);
+}
+
 static void a_full_pool_is_the_identity(void) {
     struct tsg_slots s;
     CHECK(tsg_slots_init(&s, TSG_POLICY_LFRU, 10, 10, 2));
@@ -384,6 +411,8 @@ int main(int argc, char ** argv) {
         TEST(a_step_of_many_experts),
         TEST(pins_hold_and_leave_room),
         TEST(a_load_that_cannot_be_met_changes_nothing),
+        TEST(preloading_fills_free_slots_from_the_end),
+        TEST(uses_of_prefill_are_counted_apart),
         TEST(a_full_pool_is_the_identity),
         TEST(the_integrity_check_sees_damage),
     };

@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 
-from tinyserve_gguf.choices import MISSES, POLICIES
+from tinyserve_gguf.choices import MISSES, POLICIES, WARM_STARTS
 from tinyserve_gguf.cli.interrupt import Interrupt
 from tinyserve_gguf.cli.lines import decoded
+from tinyserve_gguf.cli.model_argument import model_argument
 from tinyserve_gguf.cli.options import (
     INT32_MAX,
     ExpertCache,
@@ -23,6 +24,7 @@ from tinyserve_gguf.cli.options import (
     threads_option,
     ubatch_option,
 )
+from tinyserve_gguf.cli.output import is_quiet
 from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.outfile import OutputFile
 
@@ -34,6 +36,7 @@ Examples:
   bench model.gguf -p 0 --miss fetch,cpu --miss-admit 4,16     misses computed by the CPU instead
   bench model.gguf --link-gbps 13.8 --csv --output slow.csv    what a slower link would do
   bench model.gguf -p 0 --expert-cache 25% --profile           where the time of a token goes
+  bench model.gguf -p 0 -n 0 --warm both                       the first tokens of a session, cold and warm
   bench model.gguf -p 0 -n 0 --needle 30000                    does it find a number in a long prompt?
   bench model.gguf -p 0 -d 0,8192 --window 0,2048 --plot a.png decode over depth, with a window and without
 """
@@ -55,7 +58,7 @@ counts = list_of(click.IntRange(0, INT32_MAX).convert)
 
 
 @click.command(epilog=EPILOG)
-@click.argument("model", metavar="MODEL", type=click.Path())
+@model_argument()
 @click.option(
     "-p", "--n-prompt", "prompts", callback=counts, default="512", show_default=True, metavar="LIST", help="Tokens of the prompts; 0 = none."
 )
@@ -126,6 +129,13 @@ counts = list_of(click.IntRange(0, INT32_MAX).convert)
 @click.option("--baseline", is_flag=True, help="Also llama.cpp itself: everything on the device, all experts on the CPU, the best --n-cpu-moe.")
 @click.option("--prompt-file", type=click.Path(path_type=Path), metavar="FILE", help="Read this text instead of random tokens.")
 @click.option("--link-gbps", type=FiniteRange(min=0, min_open=True), metavar="X", help="Throttle the link to X GB/s.")
+@click.option(
+    "--warm",
+    type=click.Choice(WARM_STARTS),
+    default="off",
+    show_default=True,
+    help="Also time the first 64 tokens behind a load: from a cache that a hot list filled (on), or from that and from an empty one (both).",
+)
 @click.option("--needle", type=click.IntRange(0, INT32_MAX), default=0, metavar="N", help="Hide a number in a prompt of N tokens and ask for it.")
 @click.option("--profile", is_flag=True, help="Also where the time goes: attention, lookup, copy and experts of every layer.")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, metavar="N", help="Seed of random tokens and of the needle.")
@@ -203,6 +213,6 @@ def progress_bar() -> Iterator[Callable[[str, float], None]]:
 
     console = Console(stderr=True)
     columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal or is_quiet()) as progress:
         task = progress.add_task("", total=1.0)
         yield lambda text, done: progress.update(task, description=text, completed=done, refresh=True)

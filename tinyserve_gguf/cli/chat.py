@@ -14,7 +14,9 @@ import click
 
 from tinyserve_gguf.cli.interrupt import Interrupt
 from tinyserve_gguf.cli.lines import TerminalReader, decoded, pipe_reader, utf8
+from tinyserve_gguf.cli.model_argument import model_argument
 from tinyserve_gguf.cli.options import placement_options, predict_option, sampling_options, take_sampling
+from tinyserve_gguf.cli.output import is_quiet, say
 from tinyserve_gguf.cli.repl import CONTROL, Repl
 from tinyserve_gguf.cli.report import as_json
 from tinyserve_gguf.errors import EXIT_BAD_INPUT, OptionError, TinyserveError
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 EPILOG = """\b
 Examples:
   chat model.gguf                                  talk to it; /help lists the commands
+  chat gpt-oss-20b                                 a known model, from a cache or the hub
+  chat -hf unsloth/Qwen3.6-35B-A3B-GGUF:UD-Q4_K_M  any repository of the hub
   chat model.gguf -p "Name a river." --temp 0      one answer, on stdout alone
   git diff | chat model.gguf -p - > review.txt     the prompt from stdin
   chat model.gguf < turns.txt                      a script: every line is a turn
@@ -37,7 +41,7 @@ Examples:
 
 
 @click.command(epilog=EPILOG)
-@click.argument("model", metavar="MODEL", type=click.Path())
+@model_argument()
 @click.option("-p", "--prompt", metavar="TEXT", help="Answer TEXT once and leave; - reads it from stdin.")
 @click.option("--system", metavar="TEXT", help="System prompt.")
 @click.option("--keep-system", is_flag=True, help="With --window: the system prompt never leaves, it counts as sinks.")
@@ -48,7 +52,7 @@ Examples:
     "--stats-json", type=click.Path(path_type=Path), metavar="FILE", help="Write the stats of every reply and of the model to FILE at the end."
 )
 def chat(model: str, prompt: str | None, system: str | None, keep_system: bool, n_predict: int, stats_json: Path | None, **options: Any) -> None:
-    """Chat with the GGUF file MODEL.
+    """Chat with MODEL: a GGUF file, or a name that `models` lists.
 
     Replies go to stdout, everything else to stderr. Without -p, and with stdin not a terminal, every line of stdin is one turn.
     """
@@ -72,7 +76,7 @@ def chat(model: str, prompt: str | None, system: str | None, keep_system: bool, 
         with abort_shown(model):
             conversation = Conversation(loaded, system, keep_system=keep_system)
         if keep_system:
-            click.echo(click.style(f"system prompt: stays in the window, {conversation.n_sinks} sinks", dim=True), err=True)
+            say(f"system prompt: stays in the window, {conversation.n_sinks} sinks")
         if sys.stderr is not None and sys.stderr.isatty():
             conversation.on_thought = show_thought
         repl = Repl(
@@ -85,6 +89,7 @@ def chat(model: str, prompt: str | None, system: str | None, keep_system: bool, 
             stats_lines=lambda: loaded.stats().lines(),
             notes=loaded.take_notes,
             interactive=interactive,
+            quiet=is_quiet(),
         )
         finished = repl.answer(prompt) if prompt else repl.run()
         if stats_file:
@@ -140,7 +145,7 @@ def load_shown(path: str, options: dict[str, Any]) -> Iterator[Model]:
         if interrupt.requested:
             raise KeyboardInterrupt
         for line in model.lines():
-            click.echo(click.style(line, dim=True), err=True)
+            say(line)
         yield model
 
 
@@ -166,6 +171,6 @@ def progress_bar() -> Iterator[Callable[[float], None]]:
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(console=console, transient=True, disable=not console.is_terminal or is_quiet()) as progress:
         task = progress.add_task("loading", total=1.0)
         yield lambda fraction: progress.update(task, completed=fraction)

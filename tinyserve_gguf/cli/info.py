@@ -1,11 +1,11 @@
-"""`info MODEL`: what a GGUF's header says, and what would be placed where."""
+"""`info MODEL`: what a GGUF's header says, what would be placed where, and how fast it would be, here or on another machine."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from rich import box
@@ -13,39 +13,74 @@ from rich.console import Console
 from rich.table import Table
 
 from tinyserve_gguf.choices import KV_TYPES
-from tinyserve_gguf.errors import TinyserveError
+from tinyserve_gguf.cli.model_argument import model_argument
+from tinyserve_gguf.cli.options import (
+    FiniteRange,
+    ctx_size_option,
+    expert_cache_option,
+    kv_type_option,
+    kv_type_v_option,
+    ubatch_option,
+    vram_reserve_option,
+)
+from tinyserve_gguf.errors import OptionError, TinyserveError
 from tinyserve_gguf.facts import ExpertLayer, LayoutGroup, ModelFacts, PartFacts, read_facts
 from tinyserve_gguf.plan import size
 
 if TYPE_CHECKING:
     from tinyserve_gguf.check import Broken
+    from tinyserve_gguf.cli.outlook import Asked, Outlook
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 EXIT_BROKEN = 1
 PLAIN_WIDTH = 160  # columns, where the output is no terminal
 
 
+def _rate_option(name: str, what: str) -> Callable[[F], F]:
+    return click.option(name, type=FiniteRange(min=0, min_open=True), metavar="X", help=f"{what}, GB/s.  [default: as doctor measured, or assumed]")
+
+
 @click.command()
-@click.argument("model")
+@model_argument()
+@click.option("--vram", type=FiniteRange(min=0), metavar="GiB", help="Free GPU memory of the machine; 0 = no GPU.  [default: this machine's]")
+@vram_reserve_option
+@click.option("--ram", type=FiniteRange(min=0, min_open=True), metavar="GiB", help="Host memory of the machine.  [default: this machine's]")
+@_rate_option("--link-gbps", "Its link from host to GPU")
+@_rate_option("--mem-gbps", "Its host memory")
+@_rate_option("--gpu-gbps", "Its GPU memory")
+@ctx_size_option
+@kv_type_option
+@kv_type_v_option
+@ubatch_option
+@expert_cache_option
 @click.option("--check", is_flag=True, help="Also read every weight and name those that hold NaN: exit code 1 if there are any.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def info(model: str, check: bool, as_json: bool) -> None:
-    """Say what MODEL, a GGUF file, is made of. Of a split model, any shard will do.
+def info(model: str, check: bool, as_json: bool, **options: Any) -> None:
+    """Say what MODEL, a GGUF file, is made of, and whether and how fast it would run. Of a split model, any shard will do.
 
-    Reads the header only, so it is quick however large the file is, and plans for the device that `chat` would take. With --check it reads the whole
-    file, for blocks with a scale that is no number, as quantising with a broken imatrix leaves them.
+    Reads the header only, so it is quick however large the file is, and plans for the device that `chat` would take, or for a machine that --vram,
+    --ram and rates describe. With --check it reads the whole file, for blocks with a scale that is no number, as quantising with a broken imatrix
+    leaves them.
 
     \b
     Examples:
       tinyserve-gguf info qwen3-30b-a3b-q4_k_m.gguf
       tinyserve-gguf info --json gpt-oss-120b-00001-of-00003.gguf
+      tinyserve-gguf info qwen3-30b-a3b-q4_k_m.gguf --vram 8 --ram 32 -c 16384 --link-gbps 12
     """
-    facts = read_facts(model)
+    from tinyserve_gguf.cli.outlook import Asked, outlook
+
+    facts, asked = read_facts(model), Asked(**options)
+    if asked.vram == 0 and (asked.link_gbps or asked.gpu_gbps or asked.vram_reserve):
+        raise OptionError("--vram 0 is a machine without a GPU: drop --link-gbps, --gpu-gbps and --vram-reserve")
+    found = outlook(facts, asked)
     broken = _broken(facts) if check else None
     if as_json:
-        found = {} if broken is None else {"broken": [asdict(one) for one in broken]}
-        click.echo(json.dumps(facts_dict(facts) | found, indent=2))
+        more = {} if broken is None else {"broken": [asdict(one) for one in broken]}
+        click.echo(json.dumps(facts_dict(facts, asked) | {"estimate": found.as_dict()} | more, indent=2))
     else:
-        _print_all(facts, broken)
+        _print_all(facts, asked, found, broken)
     if broken:
         click.get_current_context().exit(EXIT_BROKEN)
 
@@ -58,11 +93,11 @@ def _broken(facts: ModelFacts) -> list[Broken]:
         return find_broken(facts, show)
 
 
-def _print_all(facts: ModelFacts, broken: list[Broken] | None) -> None:
+def _print_all(facts: ModelFacts, asked: Asked, found: Outlook, broken: list[Broken] | None) -> None:
     console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console = Console(markup=False, emoji=False, highlight=False, width=PLAIN_WIDTH)
-    _print_report(console, facts)
+    _print_report(console, facts, asked, found)
     if broken is not None:
         console.print("\ncheck", style="bold")
         for line in [one.line() for one in broken] or ["every weight is a finite number"]:
@@ -85,15 +120,19 @@ def placement_lines(facts: ModelFacts) -> list[str]:
     return lines
 
 
-def plan_lines(facts: ModelFacts) -> list[str]:
-    """What `chat` would decide on this machine with its default options, or why it would refuse."""
+def plan_lines(facts: ModelFacts, asked: Asked) -> list[str]:
+    """What `chat` would decide on this machine with these options, or why it would refuse."""
+    from tinyserve_gguf.context import ContextSpec
     from tinyserve_gguf.placement import plan_for  # loads the native library
+    from tinyserve_gguf.plan import Budget
 
     try:
-        plan, _ = plan_for(facts)
+        context = ContextSpec.of(asked.n_ctx, None, None, asked.kv_type, asked.kv_type_v, "auto")
+        budget = Budget.of(reserve=asked.vram_reserve)
+        plan, _ = plan_for(facts, expert_cache=asked.expert_cache, context=context, n_ubatch=asked.n_ubatch, budget=budget)
     except TinyserveError as error:
         return [f"chat would refuse: {error}"]
-    return plan.lines()
+    return [*plan.lines(), plan.host_line()] if facts.is_moe else plan.lines()
 
 
 def context_lines(facts: ModelFacts) -> list[str]:
@@ -117,7 +156,7 @@ def context_lines(facts: ModelFacts) -> list[str]:
     return lines
 
 
-def facts_dict(facts: ModelFacts) -> dict[str, object]:
+def facts_dict(facts: ModelFacts, asked: Asked) -> dict[str, object]:
     """The facts as JSON holds them. Sizes in bytes."""
     return {
         "path": str(facts.path),
@@ -151,7 +190,7 @@ def facts_dict(facts: ModelFacts) -> dict[str, object]:
         "idle_layers": [_layer_dict(layer) for layer in facts.idle_layers],
         "placement": placement_lines(facts),
         "context": context_lines(facts),
-        "plan": plan_lines(facts),
+        "plan": plan_lines(facts, asked),
     }
 
 
@@ -181,7 +220,7 @@ def _part_dict(part: PartFacts) -> dict[str, object]:
 # ---- report ---------------------------------------------------------------------------------------------------------------------------------
 
 
-def _print_report(console: Console, facts: ModelFacts) -> None:
+def _print_report(console: Console, facts: ModelFacts, asked: Asked, found: Outlook) -> None:
     summary = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     summary.add_column()
     summary.add_column(overflow="fold")  # a long path is shown whole
@@ -197,8 +236,12 @@ def _print_report(console: Console, facts: ModelFacts) -> None:
     console.print("\ncontext", style="bold")
     for line in context_lines(facts):
         console.print(f"  {line}")
-    console.print("\non this machine, with default options", style="bold")
-    for line in plan_lines(facts):
+    if not asked.is_elsewhere:
+        console.print("\nchat on this machine", style="bold")
+        for line in plan_lines(facts, asked):
+            console.print(f"  {line}")
+    console.print(f"\n{found.title}", style="bold")
+    for line in found.lines(with_plan=asked.is_elsewhere):
         console.print(f"  {line}")
 
 

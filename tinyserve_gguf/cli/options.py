@@ -201,6 +201,12 @@ ubatch_option = click.option(
 threads_option = click.option(
     "-t", "--threads", "n_threads", type=click.IntRange(1, MAX_THREADS), metavar="N", help="CPU threads.  [default: chosen for this machine]"
 )
+warm_option = click.option(
+    "--warm/--no-warm",
+    default=True,
+    show_default=True,
+    help="Fill the cache with the experts that decode used most in earlier runs, and keep count of this one.",
+)
 predict_option = click.option(
     "-n",
     "--predict",
@@ -213,12 +219,30 @@ predict_option = click.option(
 )
 
 
+vram_option = click.option(
+    "--vram", type=FiniteRange(min=0, min_open=True), metavar="GiB", help="Device memory to plan with.  [default: what is free]"
+)
+vram_reserve_option = click.option(
+    "--vram-reserve",
+    type=FiniteRange(min=0, min_open=True),
+    metavar="GiB",
+    help="Of it, what stays free.  [default: a twentieth, 0.5 at least; 0.25 where --expert-cache gives a size]",
+)
+ram_option = click.option(
+    "--ram",
+    type=FiniteRange(min=0, min_open=True),
+    metavar="GiB",
+    help="Host memory that may be page-locked for experts.  [default: nine tenths of what is available]",
+)
+
+
 def placement_options(command: F) -> F:
     """What `load` takes, as keyword arguments of the same names."""
     context = (flash_attn_option, kv_type_v_option, kv_type_option, sinks_option, window_option, ctx_size_option)
     misses = (miss_threads_option, miss_admit_option, miss_option)
     devices = (split_mode_option, tensor_split_option, device_option)
-    for option in (threads_option, ubatch_option, *context, *devices, *misses, policy_option, expert_cache_option):
+    budget = (ram_option, vram_reserve_option, vram_option)
+    for option in (threads_option, ubatch_option, *context, *devices, *misses, policy_option, warm_option, *budget, expert_cache_option):
         command = option(command)
     return command
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from tinyserve_gguf.sampling import Sampling
     from tinyserve_gguf.stats import ReplyStats
 
+log = logging.getLogger("tinyserve_gguf.cli")
 PROMPT = "> "
 CONTINUED = ". "
 QUOTES = '"""'
@@ -75,6 +77,7 @@ class Repl:
         stats_lines: Callable[[], list[str]],
         notes: Callable[[], list[str]] = list,
         interactive: bool,
+        quiet: bool = False,
     ) -> None:
         self.turns: list[ReplyStats] = []
         self._conversation = conversation
@@ -86,6 +89,7 @@ class Repl:
         self._stats_lines = stats_lines
         self._notes = notes  # what the model has to say since the last call
         self._interactive = interactive
+        self._quiet = quiet  # no status lines, no notes, no banner
         self._line_open = False  # whether `out` is in the middle of a line
         self._commands: dict[str, Callable[[str], None]] = {
             "/reset": self._reset,
@@ -97,7 +101,7 @@ class Repl:
 
     def run(self) -> bool:
         """Serve entries until the user leaves or the input ends. False when Ctrl-C cut a script short. OptionError if the input was empty."""
-        if self._interactive:
+        if self._interactive and not self._quiet:
             self._say("/help lists the commands, Ctrl-C stops a reply, Ctrl-D leaves")
         warned = False  # Ctrl-C at an empty prompt: the second one leaves
         served = False
@@ -162,9 +166,10 @@ class Repl:
         if stats is None or stats is before:  # stopped before there was anything to count
             return
         self.turns.append(stats)
-        self._say(stats.line())
-        for note in self._notes():
-            self._say(note)
+        for line in [stats.line(), *self._notes()]:
+            log.info("%s", line)
+            if not self._quiet:
+                self._say(line)
         if stats.finish == "context":
             self._say("the context is full: /reset starts over, a larger -c makes room, --window goes on without end")
 

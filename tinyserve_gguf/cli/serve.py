@@ -8,7 +8,9 @@ from typing import Any
 import click
 
 from tinyserve_gguf.cli.chat import abort_shown
+from tinyserve_gguf.cli.model_argument import model_argument
 from tinyserve_gguf.cli.options import placement_options, sampling_options, take_sampling
+from tinyserve_gguf.cli.output import say
 from tinyserve_gguf.errors import OptionError
 
 INSTALL = "pip install 'tinyserve-gguf[serve]'"
@@ -25,7 +27,7 @@ Examples:
 
 
 @click.command(epilog=EPILOG)
-@click.argument("model", metavar="MODEL", type=click.Path())
+@model_argument()
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, metavar="N", help="Port to listen on; 0 = any that is free.")
 @click.option("--api-key", "keys", multiple=True, metavar="KEY", help="Key that requests must have; may be given several times.")
@@ -54,7 +56,7 @@ def serve(
     pooling: str,
     **options: Any,
 ) -> None:
-    """Serve the GGUF file MODEL over HTTP, as OpenAI's API has it, with a page at /.
+    """Serve MODEL, a GGUF file or a known name, over HTTP, as OpenAI's API has it, with a page at /.
 
     Sampling options are for requests that do not say. Ctrl-C or SIGTERM finishes the replies that run; a second Ctrl-C gives them up.
     """
@@ -75,7 +77,7 @@ def serve(
             if chat_format is not None:
                 server.check_chat_format(llama, chat_format)
         for line in lines:
-            click.echo(click.style(line, dim=True), err=True)
+            say(line)
 
         def ready() -> None:
             name = alias or Path(model).stem

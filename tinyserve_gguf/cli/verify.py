@@ -9,6 +9,7 @@ import click
 from tinyserve_gguf.choices import MISS_MODES, POLICIES
 from tinyserve_gguf.cli.bench import list_of, progress_bar
 from tinyserve_gguf.cli.chat import abort_shown
+from tinyserve_gguf.cli.model_argument import model_argument
 from tinyserve_gguf.cli.options import device_option, tensor_split_option, threads_option
 from tinyserve_gguf.errors import OptionError
 
@@ -38,7 +39,7 @@ class VerifiedCache(click.types.StringParamType):
 
 
 @click.command(epilog=EPILOG)
-@click.argument("model", metavar="[MODEL]", type=click.Path(), required=False)
+@model_argument(required=False)
 @click.option("--types", metavar="LIST", help="Instead of MODEL: micro models of these types, such as Q4_K,MXFP4, or of all that ggml knows.")
 @click.option(
     "--expert-cache",
