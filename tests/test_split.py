@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,7 +13,9 @@ from tinyserve_gguf._shim import Device
 from tinyserve_gguf.devices import DeviceGroup, plan_auto, plan_on
 from tinyserve_gguf.errors import CapacityError, ModelFileError, OptionError
 from tinyserve_gguf.facts import ModelFacts, read_facts
-from tinyserve_gguf.plan import MIB, CacheSpec, DeviceFacts, Plan, context_bytes, make_plan
+from tinyserve_gguf.needs import MIB, context_bytes, weight_bytes
+from tinyserve_gguf.plan import CacheSpec, DeviceFacts, Plan
+from tinyserve_gguf.planner import make_plan
 from tinyserve_gguf.split import SplitPlan, check_split_mode, layer_devices, parse_split, part_of, plan_split, replan_all, shares_of
 
 N_CTX = 256
@@ -49,7 +51,7 @@ def planned(facts: ModelFacts, cache: str, free: Sequence[int], shares: tuple[fl
 
 def room(facts: ModelFacts, share: float) -> int:
     """Free memory for so much of a model, as `auto` counts: the reserve comes on top."""
-    rest = facts.device_bytes + context_bytes(facts, N_CTX, 512)
+    rest = weight_bytes(facts) + context_bytes(facts, N_CTX, 512)
     return 512 * MIB + int(share * (rest + 1.3 * facts.expert_bytes))
 
 
@@ -100,7 +102,7 @@ def test_each_within_its_budget(facts: ModelFacts) -> None:
     for free in ((room(facts, 0.4), room(facts, 0.4)), (room(facts, 0.2), room(facts, 0.6)), (room(facts, 0.7), room(facts, 0.3))):
         plan = planned(facts, "auto", free)
         for part, n in zip(plan.parts, free, strict=True):
-            assert part.device_bytes + part.facts.device_bytes + context_bytes(part.facts, N_CTX, 512) + 512 * MIB <= n
+            assert part.total_bytes + 512 * MIB <= n
         assert plan.n_slots == sum(part.n_slots for part in plan.parts)
         assert layer_devices(facts.n_blocks, plan.shares) == plan.devices
 
@@ -131,7 +133,7 @@ def test_given_shares_are_kept_or_refused(facts: ModelFacts) -> None:
     free = (room(facts, 0.1), room(facts, 1.5))
     assert planned(facts, "auto", free).n_slots > 0
     assert planned(facts, "auto", free, (1, 24)).devices.count(0) == 1
-    with pytest.raises(CapacityError, match=r"CUDA0, with 23 of 25 layers: an expert cache needs .* at least .* there is room for .* on CUDA0"):
+    with pytest.raises(CapacityError, match=r"CUDA0, with 23 of 25 layers: .* does not fit on CUDA0: .* are free"):
         planned(facts, "auto", free, (23, 2))
 
 
@@ -184,7 +186,8 @@ def test_lines_name_each_device(facts: ModelFacts) -> None:
     assert "on CUDA0,CUDA1" in lines[0]
     assert lines[2].startswith("CUDA0: blocks 0 to 18; ")
     assert lines[3].startswith("CUDA1: blocks 19 to 23 and the output; ")
-    assert all("of slots" in line and "experts resident" in line for line in lines[1:])
+    assert all("of slots" in line and "experts resident" in line for line in lines[1:4])
+    assert [line.split(":")[0] for line in lines[4:]] == ["memory of CUDA0", "memory of CUDA1"]
 
 
 def test_replanning_keeps_the_layers(facts: ModelFacts) -> None:
@@ -225,7 +228,13 @@ PROCESSOR = Device(1, "CPU", "a CPU", 1 << 36, 1 << 36, is_cpu=True)
 
 
 def auto(facts: ModelFacts, cache: str, devices: Sequence[Device], split: tuple[float, ...] | None = None) -> tuple[Plan, Device]:
-    return plan_auto(facts, CacheSpec.parse(cache), devices, plan_part, check=lambda _facts, _device: None, tensor_split=split, n_ubatch=512)
+    spec = CacheSpec.parse(cache)
+    plan_one = one_of(facts, spec)
+    return plan_auto(facts, spec, devices, plan_part, plan_one, check=lambda _facts, _device: None, tensor_split=split, n_ubatch=512)
+
+
+def one_of(facts: ModelFacts, spec: CacheSpec) -> Callable[[Device], Plan]:
+    return lambda device: plan_part(facts, spec, DeviceFacts(device.name, device.memory_free, device.is_cpu), 512)
 
 
 def test_auto_is_one_gpu_if_it_does(facts: ModelFacts) -> None:
@@ -239,7 +248,8 @@ def test_auto_is_one_gpu_if_it_does(facts: ModelFacts) -> None:
 
 def test_auto_is_all_gpus_if_one_does_not_do(facts: ModelFacts) -> None:
     plan, device = auto(facts, "auto", [gpu(0, room(facts, 0.6)), gpu(1, room(facts, 0.7)), PROCESSOR])
-    alone = plan_on(facts, CacheSpec.parse("auto"), gpu(1, room(facts, 0.7)), plan_part, n_ubatch=512)
+    spec = CacheSpec.parse("auto")
+    alone = plan_on(facts, spec, gpu(1, room(facts, 0.7)), plan_part, one_of(facts, spec), n_ubatch=512)
     assert device.name == "CUDA0,CUDA1"
     assert plan.n_slots > alone.n_slots
     assert plan.reason == f"auto: CUDA1 alone holds {alone.share:.0%} of the experts"
@@ -266,7 +276,8 @@ def test_auto_asks_whether_the_devices_can(facts: ModelFacts) -> None:
         raise ModelFileError(f"{device.name} has no kernels")
 
     with pytest.raises(ModelFileError, match="CUDA1 has no"):
-        plan_auto(facts, CacheSpec.parse("25%"), [gpu(0, 1 << 30), gpu(1, 1 << 33)], plan_part, check=check)
+        spec = CacheSpec.parse("25%")
+        plan_auto(facts, spec, [gpu(0, 1 << 30), gpu(1, 1 << 33)], plan_part, one_of(facts, spec), check=check)
 
 
 def test_groups() -> None:

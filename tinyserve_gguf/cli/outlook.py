@@ -69,8 +69,8 @@ def outlook(facts: ModelFacts, asked: Asked) -> Outlook:
 
 def machine_of(asked: Asked) -> tuple[Machine, list[str]]:
     """The machine that is meant, and what there is to say of its rates. Loads the native library."""
-    from tinyserve_gguf.host import host_memory
     from tinyserve_gguf.devices import device_facts
+    from tinyserve_gguf.host import host_memory
     from tinyserve_gguf.placement import pick_device
 
     here = pick_device("auto")
