@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from reshaped import dense
 
-from tinyserve_gguf import CapacityError, EngineError, Llama, Model, OptionError, Sampling, live, load
+from tinyserve_gguf import CapacityError, EngineError, Llama, Model, OptionError, Sampling, devices, load
 from tinyserve_gguf.choices import POLICIES
 from tinyserve_gguf.needs import MIB
 from tinyserve_gguf.plan import CacheSpec
@@ -202,7 +202,7 @@ def test_sizes_that_cannot_be(model: Model, monkeypatch: pytest.MonkeyPatch) -> 
         model.resize("1")
     with pytest.raises(CapacityError, match=r"needs .* at least .* room for 10.0 KiB on CPU"):
         model.resize("10KiB")
-    monkeypatch.setattr(live._shim, "memory_free", lambda _device: 10_000)
+    monkeypatch.setattr(devices._shim, "memory_free", lambda _device: 10_000)
     arithmetic = r"cache of all takes .* for 24 slots, .*; on CPU 9.8 KiB are free and the cache so far is .*: .* too few"
     with pytest.raises(CapacityError, match=arithmetic):
         model.resize("all")
@@ -217,7 +217,7 @@ def test_auto_takes_what_is_free(model: Model, monkeypatch: pytest.MonkeyPatch) 
     model.resize("auto")
     assert model.plan.n_slots == 24
     assert "auto:" in model.plan.lines()[1]
-    monkeypatch.setattr(live._shim, "memory_free", lambda _device: 100_000)
+    monkeypatch.setattr(devices._shim, "memory_free", lambda _device: 100_000)
     with pytest.raises(CapacityError, match="there is room for 0 bytes"):
         model.resize("auto")
     assert model.plan.n_slots == 24

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from importlib.metadata import version
+from typing import Any
 
 from tinyserve_gguf import bench_profile, bench_start
 from tinyserve_gguf._llama import ContextOptions, NativeContext, NativeModel, ggml_version
@@ -49,6 +50,7 @@ class Bench:
         self.options = options
         self.facts = read_facts(options.path)
         self.device = pick_device(options.device)
+        self._where: dict[str, Any] = {"device": self.device.name, "tensor_split": options.tensor_split}
         self.rows: list[Row] = []
         self.notes: list[str] = []
         self._watch = watch
@@ -93,14 +95,7 @@ class Bench:
         for cache, window in pairs:
             context = self._context(window)
             try:
-                plan, chosen = plan_for(
-                    self.facts,
-                    expert_cache=cache,
-                    device=self.device.name,
-                    tensor_split=options.tensor_split,
-                    context=context,
-                    n_ubatch=self._n_ubatch,
-                )
+                plan, chosen = plan_for(self.facts, expert_cache=cache, context=context, n_ubatch=self._n_ubatch, **self._where)
                 plan_context(self.facts, context, chosen, n_ubatch=self._n_ubatch, n_threads=self._threads)
             except CapacityError as error:
                 self._failed(Row(run=f"expert cache {cache}", runner="tinyserve-gguf", expert_cache=cache), error)
@@ -197,8 +192,7 @@ class Bench:
             options.path,
             expert_cache=run.expert_cache,
             policy=run.policy,
-            device=self.device.name,
-            tensor_split=options.tensor_split,
+            **self._where,
             n_ctx=None if run.window else options.n_ctx,
             window=run.window,
             n_ubatch=self._n_ubatch,
