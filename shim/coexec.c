@@ -69,9 +69,9 @@ void tsg_coexec_describe(struct tsg_pager * pager) {
 
 const char * tsg_pager_miss(struct tsg_pager * pager) {
     static _Thread_local char text[sizeof(pager->coexec.text)];  // the pager's own is written anew while others read
-    mtx_lock(&pager->lock);
+    tsg_pager_lock(pager);
     memcpy(text, pager->coexec.text, sizeof(text));
-    mtx_unlock(&pager->lock);
+    tsg_pager_unlock(pager);
     return text;
 }
 

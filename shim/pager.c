@@ -358,14 +358,20 @@ enum tsg_status tsg_pager_ready(struct tsg_pager * pager, bool (*progress)(float
     return status;
 }
 
+// Copies, because a resize in another thread writes these anew.
 const char * tsg_pager_host(struct tsg_pager * pager) {
-    return pager->host.text;
+    static _Thread_local char text[sizeof(pager->host.text)];
+    tsg_pager_lock(pager);
+    memcpy(text, pager->host.text, sizeof(text));
+    tsg_pager_unlock(pager);
+    return text;
 }
 
 const char * tsg_pager_engine(struct tsg_pager * pager) {
-    mtx_lock(&pager->lock);
-    const char * text = tsg_coexec_on(pager) ? "host-driven, as the CPU computes misses" : pager->why;
-    mtx_unlock(&pager->lock);
+    static _Thread_local char text[sizeof(pager->why)];
+    tsg_pager_lock(pager);
+    snprintf(text, sizeof(text), "%s", tsg_coexec_on(pager) ? "host-driven, as the CPU computes misses" : pager->why);
+    tsg_pager_unlock(pager);
     return text;
 }
 

@@ -234,7 +234,7 @@ void * tsg_pager_buffer_type(struct tsg_pager * pager);  // ggml_backend_buffer_
 
 void            tsg_pager_stats(struct tsg_pager * pager, struct tsg_stats * out);
 void            tsg_pager_reset_stats(struct tsg_pager * pager);
-const char *    tsg_pager_engine(struct tsg_pager * pager);  // which engine runs and why, for people; valid while the pager is
+const char *    tsg_pager_engine(struct tsg_pager * pager);  // which engine runs and why, for people; valid until the thread asks again
 const char *    tsg_pager_host(struct tsg_pager * pager);    // which rung of the host pool holds and why, likewise
 enum tsg_status tsg_pager_set_link(struct tsg_pager * pager, double bytes_per_second);  // slows the link down (device engine only); 0 = the real one
 enum tsg_status tsg_pager_set_policy(struct tsg_pager * pager, enum tsg_policy policy);

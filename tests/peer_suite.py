@@ -3,7 +3,6 @@ vocabulary of 700 kB that is under another licence than they are; and so those o
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -33,7 +32,7 @@ def fetch_suite() -> Path:
             with tarfile.open(Path(work) / f"{name}.tar.gz") as sdist:
                 wanted = [member for member in sdist if member.isfile() and member.name.removeprefix(f"{name}/").startswith(PARTS)]
                 sdist.extractall(work, wanted, filter="data")
-            shutil.move(Path(work) / name, folder)
+            (Path(work) / name).rename(folder)
     return folder
 
 

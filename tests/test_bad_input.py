@@ -115,8 +115,7 @@ def test_what_llama_cpp_aborts_over(call: Callable[..., str], model_file: ModelF
     (folder / "m.gguf").write_bytes(model_file("gpt-oss").read_bytes().replace(b"attention.key_length", b"attention.key_lEngth"))
     done = cli("chat", folder / "m.gguf", "-p", "hi", cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
-    *plan, last = done.stderr.splitlines()
-    assert len(plan) == 5  # plan, engine, host pool and misses
+    (last,) = done.stderr.splitlines()
     assert last.startswith(f"error: {folder / 'm.gguf'}: llama.cpp gives up on it: GGML_ASSERT")
 
 

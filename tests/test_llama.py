@@ -10,6 +10,7 @@ import random
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from synthetic import split
 from test_pitfalls import write_adapter
 from test_threads import entries, resident_bytes
 
-from tinyserve_gguf import Llama, ModelFileError, OptionError, TinyserveError, UnknownOptionError
+from tinyserve_gguf import Llama, ModelFileError, OptionError, TinyserveError, UnknownOptionError, offload
 from tinyserve_gguf.errors import EngineError
+from tinyserve_gguf.llama_options import PagedOptions
 
 ModelFile = Callable[..., Path]
 
@@ -332,8 +334,11 @@ def test_what_was_decided_is_said(model_file: ModelFile, capfd: pytest.CaptureFi
 def test_signature() -> None:
     """Every option of the base by name, with its default, beside ours."""
     theirs, ours = (inspect.signature(kind).parameters for kind in (llama_cpp.Llama, Llama))
-    added = {"expert_cache", "policy", "device", "miss", "window", "sinks", "kv_type", "kv_type_v"}
-    assert set(ours) == set(theirs) - {"kwargs"} | added
+    added = {field.name: field.default for field in fields(PagedOptions)}
+    assert {"expert_cache", "policy", "window", "sinks", "kv_type", "device"} < set(added)
+    assert set(ours) == set(theirs) - {"kwargs"} | set(added)
+    assert {name: ours[name].default for name in added} == added
+    assert {name: parameter.default for name, parameter in inspect.signature(offload).parameters.items()} == added
     assert all(ours[name].default == theirs[name].default for name in set(theirs) - {"kwargs"})
 
 

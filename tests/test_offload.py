@@ -83,6 +83,24 @@ def test_nesting_and_exceptions(model_file: ModelFile) -> None:
     assert found == [None, 6, 12, 24, 12, 6, 6, None]
 
 
+def test_constructors_that_others_exchanged(model_file: ModelFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tracing packages do: theirs runs inside and outside, and is there afterwards."""
+    seen = []
+
+    def traced(self: Any, *arguments: Any, **options: Any) -> None:
+        seen.append(type(self))
+        STOCK_INIT(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llama_cpp.Llama, "__init__", traced)
+        with offload(expert_cache="25%", device="CPU"), opened(made(model_file("qwen3moe"))) as model:
+            assert slots(model) == 6
+        with opened(made(model_file("qwen3moe"))) as model:
+            assert slots(model) is None
+        assert llama_cpp.Llama.__init__ is traced
+    assert seen == [Llama, llama_cpp.Llama]
+
+
 def test_other_threads(model_file: ModelFile) -> None:
     """Each thread has its own block, or none; they open and close in any order."""
     path = model_file("qwen3moe")
@@ -196,7 +214,7 @@ def test_subclasses(model_file: ModelFile) -> None:
 def test_what_code_inside_gives(model_file: ModelFile, dense_file: Path) -> None:
     """Keyword arguments that nobody knows, its own n_ctx with a window, dense models, vocabularies, our own class with its own options."""
     path = model_file("qwen3moe")
-    with offload(expert_cache="25%", device="CPU", window=64, miss="cpu"):
+    with offload(expert_cache="25%", device="CPU", window=64, miss="cpu", miss_threads=1):
         moe, dense = made(path, mul_mat_q=True, rpc_servers=None), made(dense_file)
         words, ours = made(path, vocab_only=True), Llama(path, expert_cache="50%", device="CPU", **COMMON)
         with pytest.raises(TypeError, match="model_path"):

@@ -44,7 +44,7 @@ def outcome(demo_model: Path, model_file: ModelFile, tmp_path_factory: pytest.Te
     folder = tmp_path_factory.mktemp("peer")
     models = {
         "Qwen3.5-0.8B-Q8_0.gguf": demo_model,
-        "tinyllamas/stories15M-q4_0.gguf": demo_model,
+        "tinyllamas/stories15M-q4_0.gguf": model_file("mixtral"),
         "bge-small-en-v1.5-q4_k_m.gguf": model_file("qwen3moe", more={"pooling_type": 1}),
         "mamba-130m-hf.Q2_K.gguf": peer_suite.build_mamba(folder / "mamba.gguf"),
         "Falcon-H1-Tiny-90M-Instruct-Q2_K.gguf": model_file("qwen35moe"),

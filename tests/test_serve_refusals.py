@@ -138,6 +138,7 @@ def test_keys(server: Server, authorization: str | None) -> None:
             assert error_of(response, 401)["code"] == "invalid_api_key"
             assert response.headers["www-authenticate"] == "Bearer"
         assert client.get("/health").status_code == 200
+        assert client.get("/").headers["content-type"].startswith("text/html")
 
 
 def test_the_scheme_of_a_key_is_read_in_any_case(server: Server) -> None:
@@ -213,6 +214,15 @@ def test_a_size_of_the_cache_that_cannot_be(http: httpx.Client, size: str) -> No
     assert http.get("/v1/experts").json()["slots"]["total"] == before
 
 
+def test_a_size_of_the_cache_that_does_not_fit_says_what_would(http: httpx.Client) -> None:
+    before = http.get("/v1/experts").json()["slots"]["total"]
+    error = error_of(http.put("/v1/experts/cache", json={"expert_cache": "1KiB"}), 409)
+    assert error["code"] == "does_not_fit"
+    assert "KiB" in error["message"]
+    assert "at least" in error["message"]
+    assert http.get("/v1/experts").json()["slots"]["total"] == before
+
+
 # ---- other servers --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -239,25 +249,26 @@ def test_a_dense_file_has_no_experts(dense_file: Path, tmp_path: Path) -> None:
 
 
 def test_what_serve_does_not_start_with(model_file: ModelFile, tmp_path: Path) -> None:
-    model = model_file("qwen3moe")
+    (tmp_path / "empty").write_text("\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"port {port}" in refused(cli("serve", model, "--port", str(port), cwd=tmp_path))
-    assert "no chat format 'x'" in refused(cli("serve", model, "--port", "0", "--chat-format", "x", cwd=tmp_path))
-    assert "give it or -c" in refused(cli("serve", model, "--port", "0", "--window", "-c", "512", cwd=tmp_path))
-    (tmp_path / "empty").write_text("\n")
-    for options, about in (
-        (["--api-key", ""], "API key"),
-        (["--api-key", "a b\n"], "API key"),
-        (["--api-key-file", str(tmp_path / "empty")], "holds no key"),
-        (["--api-key-file", str(tmp_path / "none")], "--api-key-file"),
-        (["--parallel", "0"], "--parallel"),
-        (["--port", "65536"], "--port"),
-    ):
-        assert about in error_line(CliRunner().invoke(main, ["serve", str(model), *options]))
+        for options, about in (
+            (["--port", str(port)], f"port {port}"),
+            (["--port", "0", "--host", "192.0.2.1"], "192.0.2.1"),
+            (["--port", "0", "--chat-format", "x"], "no chat format 'x'"),
+            (["--port", "0", "--window", "-c", "512"], "give it or -c"),
+            (["--port", "0", "--miss-admit", "2"], "--miss-admit is for"),
+            (["--api-key", ""], "API key"),
+            (["--api-key", "a b\n"], "API key"),
+            (["--api-key-file", str(tmp_path / "empty")], "holds no key"),
+            (["--api-key-file", str(tmp_path / "none")], "--api-key-file"),
+            (["--parallel", "0"], "--parallel"),
+            (["--port", "65536"], "--port"),
+        ):
+            assert about in error_line(CliRunner().invoke(main, ["serve", str(model_file("qwen3moe")), *options]))
 
 
-@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "prometheus_client"])
+@pytest.mark.parametrize("missing", ["fastapi", "prometheus_client"])
 def test_without_the_extra_there_is_one_line(missing: str, tmp_path: Path, model_file: ModelFile) -> None:
     (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError({missing!r}, name={missing!r})\n")
     line = refused(cli("serve", model_file("qwen3moe"), cwd=tmp_path))

@@ -55,8 +55,8 @@ class Llama(StockLlama):  # type: ignore[misc]
 
     Args:
         model_path: the GGUF, or any shard of a split one.
-        expert_cache, policy, device, miss, miss_admit, miss_threads, window, sinks, warm: as in `tinyserve_gguf.load`. A window takes the place of
-            `n_ctx`.
+        expert_cache, policy, device, miss, miss_admit, miss_threads, window, sinks, vram, vram_reserve, ram, warm: as in `tinyserve_gguf.load`. A
+            window takes the place of `n_ctx`.
         kv_type, kv_type_v: as in `load`, by name; they take the place of `type_k` and `type_v`.
         n_gpu_layers: left out, every layer goes to `device`. 0 is the CPU, -1 every layer. A part of the layers clashes with paging: OptionError.
         use_mmap, use_mlock: for what llama.cpp loads itself; the experts stay in the mapped file, whose pages a GPU's driver locks.
@@ -87,13 +87,17 @@ class Llama(StockLlama):  # type: ignore[misc]
         kv_type_v: str | None = None,
         miss_admit: int | None = None,
         miss_threads: int | None = None,
+        vram: float | None = None,
+        vram_reserve: float | None = None,
+        ram: float | None = None,
         warm: bool = False,
         **stock: Any,
     ) -> None:
         self._begin()
         check_known(stock, OWN_NAMES)
-        options = PagedOptions(expert_cache, policy, device, window, sinks, kv_type, kv_type_v, miss, miss_admit, miss_threads, warm)
-        self._open(model_path, options, stock)
+        budget = {"vram": vram, "vram_reserve": vram_reserve, "ram": ram}
+        paged = PagedOptions(expert_cache, policy, device, window, sinks, kv_type, kv_type_v, miss, miss_admit, miss_threads, **budget, warm=warm)
+        self._open(model_path, paged, stock)
 
     def _begin(self) -> None:
         """What `close` needs, before anything can fail."""

@@ -17,7 +17,7 @@ from tinyserve_gguf.facts import LayoutGroup, ModelFacts, read_facts
 from tinyserve_gguf.kv import KvOptions
 from tinyserve_gguf.miss import MissOptions
 from tinyserve_gguf.placement import default_threads, plan_for
-from tinyserve_gguf.plan import CacheSpec, Plan
+from tinyserve_gguf.plan import Budget, CacheSpec, Plan
 from tinyserve_gguf.weights import check_policy
 from tinyserve_gguf.window import Window
 
@@ -44,12 +44,15 @@ class PagedOptions:
     miss: str = "fetch"
     miss_admit: int | None = None
     miss_threads: int | None = None
+    vram: float | None = None  # GiB, as the other two
+    vram_reserve: float | None = None
+    ram: float | None = None
     warm: bool = False
 
     def __post_init__(self) -> None:
         check_policy(self.policy)
         CacheSpec.parse(self.expert_cache)
-        _ = self.misses, self.kept
+        _ = self.misses, self.kept, self.budget
         KvOptions(self.kv_type or "f16", self.kv_type_v or "f16")
         if self.sinks is not None and self.window is None:
             raise OptionError("sinks need a window: without one nothing leaves the context")
@@ -60,6 +63,10 @@ class PagedOptions:
     def kept(self) -> Window | None:
         """The window as it is kept."""
         return None if self.window is None else Window(self.window, DEFAULT_SINKS if self.sinks is None else self.sinks)
+
+    @property
+    def budget(self) -> Budget:
+        return Budget.of(self.vram, self.vram_reserve, self.ram)
 
     @property
     def misses(self) -> MissOptions:
@@ -96,7 +103,7 @@ def decide(path: str, paged: PagedOptions, given: dict[str, Any]) -> Decision:
     spec = _context_spec(paged, given)
     n_ubatch = min(asked["n_ubatch"], asked["n_batch"], spec.length(facts))
     n_gpu_layers = given.get("n_gpu_layers")
-    where: dict[str, Any] = {"expert_cache": paged.expert_cache, "device": _device_name(paged, n_gpu_layers)}
+    where: dict[str, Any] = {"expert_cache": paged.expert_cache, "device": _device_name(paged, n_gpu_layers), "budget": paged.budget}
     plan, device = plan_for(facts, context=spec, n_ubatch=n_ubatch, cpu_misses=paged.misses.uses_cpu, **where)
     context = None
     if spec.window or paged.kv_type:

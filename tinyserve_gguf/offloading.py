@@ -47,6 +47,12 @@ def offload(
     sinks: int | None = None,
     kv_type: str | None = None,
     kv_type_v: str | None = None,
+    miss_admit: int | None = None,
+    miss_threads: int | None = None,
+    vram: float | None = None,
+    vram_reserve: float | None = None,
+    ram: float | None = None,
+    warm: bool = False,
 ) -> Iterator[None]:
     """Every llama_cpp.Llama that this thread opens inside the block is a `tinyserve_gguf.Llama` with these options, and stays one; so is an object of
     a subclass. Models of other threads and of other asyncio tasks are not touched, nor are those opened before or after.
@@ -55,7 +61,8 @@ def offload(
     `n_ctx` that the code inside gives; `n_gpu_layers=0` keeps its meaning, which is the CPU; a dense model runs whatever `expert_cache` says.
     OptionError at once for options that no model goes with.
     """
-    options = PagedOptions(expert_cache, policy, device, window, sinks, kv_type, kv_type_v, miss)
+    budget = {"vram": vram, "vram_reserve": vram_reserve, "ram": ram}
+    options = PagedOptions(expert_cache, policy, device, window, sinks, kv_type, kv_type_v, miss, miss_admit, miss_threads, **budget, warm=warm)
     block = _Block(options, threading.get_ident(), _block.get())
     token = _block.set(block)
     _install(1)
@@ -70,8 +77,10 @@ def offload(
 
 def _install(change: int) -> None:
     """Count the open blocks, and exchange the constructor with the first and after the last."""
-    global _n_open
+    global _n_open, _stock_init
     with _lock:
+        if _n_open == 0:
+            _stock_init = StockLlama.__init__  # as it is now: others may have exchanged it too
         _n_open += change
         StockLlama.__init__ = _init if _n_open else _stock_init
 
@@ -100,7 +109,7 @@ def _init(self: Any, *arguments: Any, **options: Any) -> None:
     if given.get("vocab_only"):
         paged = PagedOptions()
     elif not read_facts(path).is_moe:
-        paged = replace(paged, expert_cache="auto", miss="fetch")
+        paged = replace(paged, expert_cache="auto", miss="fetch", miss_admit=None, miss_threads=None)
     if paged.window is not None:
         given.pop("n_ctx", None)
     self._begin()

@@ -15,7 +15,7 @@ from tinyserve_gguf.context import ContextSpec
 from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.facts import read_facts
 from tinyserve_gguf.placement import default_threads, plan_for
-from tinyserve_gguf.plan import CacheSpec
+from tinyserve_gguf.plan import Budget, CacheSpec
 from tinyserve_gguf.serve_api import make_app
 from tinyserve_gguf.serve_llama import ServedLlama
 from tinyserve_gguf.serve_state import ServeOptions, Service
@@ -49,16 +49,20 @@ def open_llama(
     device: str = "auto",
     n_ubatch: int | None = None,
     n_threads: int | None = None,
+    vram: float | None = None,
+    vram_reserve: float | None = None,
+    ram: float | None = None,
     **paging: Any,
 ) -> tuple[ServedLlama, list[str]]:
     """A model with the options of `load`, ready to make contexts; and what was decided and why. Errors as `load` has them."""
     facts = read_facts(path)
     spec = ContextSpec.of(n_ctx, window, sinks, kv_type, kv_type_v, flash_attn)
-    plan, _ = plan_for(facts, expert_cache=expert_cache, device=device, context=spec, n_ubatch=n_ubatch)
+    budget = Budget.of(vram, vram_reserve, ram)
+    plan, _ = plan_for(facts, expert_cache=expert_cache, device=device, context=spec, n_ubatch=n_ubatch, budget=budget)
     lines = []
     if n_parallel > 1 and facts.is_moe and CacheSpec.parse(expert_cache).kind == "auto":
         together = ContextSpec(n_parallel * spec.length(facts), None, spec.kv, any_length=True)
-        plan, _ = plan_for(facts, expert_cache=expert_cache, device=device, context=together, n_ubatch=n_ubatch)
+        plan, _ = plan_for(facts, expert_cache=expert_cache, device=device, context=together, n_ubatch=n_ubatch, budget=budget)
         expert_cache = str(plan.n_slots)
         lines.append(f"expert cache with room for {n_parallel} contexts: {plan.reason}")
     length = spec.length(facts)
@@ -78,6 +82,9 @@ def open_llama(
         n_threads=threads,
         n_threads_batch=threads,
         verbose=False,
+        vram=vram,
+        vram_reserve=vram_reserve,
+        ram=ram,
         **options,
         **paging,
     )
