@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,8 @@ from selenium.webdriver.common.keys import Keys
 from serving import Server, serving
 
 import tinyserve_gguf
+
+ModelFile = Callable[..., Path]
 
 WEB = Path(tinyserve_gguf.__file__).parent / "web"
 KEY = "a key"
@@ -84,7 +86,7 @@ def test_a_key_is_asked_for_only_here(server: Server, chromium: Browser) -> None
     assert KEY not in chromium.driver.page_source
 
 
-def test_no_key_is_asked_for_where_none_is_wanted(model_file, chromium: Browser) -> None:  # type: ignore[no-untyped-def]
+def test_no_key_is_asked_for_where_none_is_wanted(model_file: ModelFile, chromium: Browser) -> None:
     """On a tiny model, whose replies come in no time."""
     with serving(model_file("gpt-oss"), "--expert-cache", "50%", "--device", "CPU", "-t", "1", "-c", "256", key=None) as other:
         chromium.driver.get(other.url)
@@ -304,7 +306,7 @@ def test_everything_fits_on_a_laptop(page: Browser) -> None:
     assert page["map"].rect["height"] > 200
     assert page.run("return [...document.querySelectorAll('.tiles dt, .tiles dd')].filter((node) => node.scrollWidth > node.clientWidth).length") == 0
     page.resize(500, 900)
-    assert page.run("return document.documentElement.scrollWidth") == 500
+    assert page.run("return document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
 
 
 def test_controls_have_names(page: Browser) -> None:
@@ -315,7 +317,8 @@ def test_controls_have_names(page: Browser) -> None:
     controls = [(role, name) for role, name in named if role in roles]
     assert {role for role, _ in controls} >= {"button", "textbox", "slider", "combobox", "radio", "application", "image", "log"}
     assert [role for role, name in controls if not name] == []
-    assert ("application", "Map of experts: 30 layers, 60 experts resident in 60 slots") in controls
+    names = [name for role, name in controls if role == "application"]
+    assert re.fullmatch(r"Map of experts: 30 layers, \d+ experts resident in 60 slots", *names)
 
 
 # ---- what it must not do --------------------------------------------------------------------------------------------------------------------
@@ -363,10 +366,10 @@ def test_nothing_comes_from_elsewhere(server: Server, page: Browser) -> None:
         assert "innerHTML" not in file.read_text("utf-8"), file.name
 
 
-def test_a_server_that_goes_away_is_said(demo_model: Path, chromium: Browser) -> None:
-    with serving(demo_model, "--expert-cache", "25%", "--device", "CPU", "-t", "1", "-c", "256", key=None) as other:
+def test_a_server_that_goes_away_is_said(model_file: ModelFile, chromium: Browser) -> None:
+    with serving(model_file("gpt-oss"), "--expert-cache", "25%", "--device", "CPU", "-t", "1", "-c", "256", key=None) as other:
         chromium.driver.get(other.url)
-        chromium.until(lambda: "of 240" in chromium.text("resident"))
+        chromium.until(lambda: "of 24" in chromium.text("resident"))
     chromium.until(lambda: chromium.text("server") == "the server cannot be reached")
     ask(chromium, QUESTION)
     chromium.until(lambda: chromium.driver.find_elements("class name", "error"))

@@ -95,8 +95,9 @@ class Llama(StockLlama):  # type: ignore[misc]
     ) -> None:
         self._begin()
         check_known(stock, OWN_NAMES)
-        budget = {"vram": vram, "vram_reserve": vram_reserve, "ram": ram}
-        paged = PagedOptions(expert_cache, policy, device, window, sinks, kv_type, kv_type_v, miss, miss_admit, miss_threads, **budget, warm=warm)
+        paged = PagedOptions(
+            expert_cache, policy, device, window, sinks, kv_type, kv_type_v, miss, miss_admit, miss_threads, vram, vram_reserve, ram, warm
+        )
         self._open(model_path, paged, stock)
 
     def _begin(self) -> None:

@@ -61,8 +61,9 @@ def offload(
     `n_ctx` that the code inside gives; `n_gpu_layers=0` keeps its meaning, which is the CPU; a dense model runs whatever `expert_cache` says.
     OptionError at once for options that no model goes with.
     """
-    budget = {"vram": vram, "vram_reserve": vram_reserve, "ram": ram}
-    options = PagedOptions(expert_cache, policy, device, window, sinks, kv_type, kv_type_v, miss, miss_admit, miss_threads, **budget, warm=warm)
+    options = PagedOptions(
+        expert_cache, policy, device, window, sinks, kv_type, kv_type_v, miss, miss_admit, miss_threads, vram, vram_reserve, ram, warm
+    )
     block = _Block(options, threading.get_ident(), _block.get())
     token = _block.set(block)
     _install(1)
