@@ -14,7 +14,7 @@ import pytest
 
 from tinyserve_gguf import ContextFullError, Conversation, Model, OptionError, Sampling, Session, _llama, _sampler, load
 from tinyserve_gguf._llama import NativeContext
-from tinyserve_gguf.model import _until
+from tinyserve_gguf.text import until
 
 ModelFile = Callable[..., Path]
 
@@ -348,7 +348,7 @@ def test_characters_over_several_tokens(model: Model) -> None:
     ],
 )
 def test_stop_strings(pieces: list[str], stop: list[str], expected: list[str]) -> None:
-    assert list(_until(iter(pieces), stop)) == expected
+    assert list(until(iter(pieces), stop)) == expected
 
 
 def test_generate_until_a_stop_string(model: Model) -> None:

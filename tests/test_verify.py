@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -187,9 +188,11 @@ def without_torch(monkeypatch: pytest.MonkeyPatch, folder: Path | None = None) -
     """As if torch were not installed, or were what lies in `folder`."""
     monkeypatch.delitem(sys.modules, "tinyserve_gguf._torch", raising=False)
     monkeypatch.delattr(tinyserve_gguf, "_torch", raising=False)
+    verify_kernels._torch_works.cache_clear()
     if folder:
         monkeypatch.delitem(sys.modules, "torch", raising=False)
         monkeypatch.syspath_prepend(folder)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))))
     else:
         monkeypatch.setitem(sys.modules, "torch", None)
 
@@ -202,6 +205,7 @@ def kernel_row(path: Path) -> KernelRow:
 def test_torch_multiplies_where_it_is_installed(model_file: ModelFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers as numpy's, to the rounding of float64, so the same errors of the kernels."""
     torch = pytest.importorskip("torch", reason="torch is not installed: scripts/test --torch")
+    verify_kernels._torch_works.cache_clear()
     name, multiply = verify_kernels.reference_maths()
     assert name == f"torch {torch.__version__}"
     rng = np.random.default_rng(0)
@@ -218,15 +222,16 @@ def test_torch_multiplies_where_it_is_installed(model_file: ModelFile, monkeypat
     assert all(by_torch.by_batch[n] == pytest.approx(by_numpy.by_batch[n], rel=1e-6) for n in by_numpy.by_batch)
 
 
-def test_numpy_multiplies_where_torch_does_not(model_file: ModelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("torch", ["raise OSError('libcudart.so.12: cannot open shared object file')", "import os; os.abort()"])
+def test_numpy_multiplies_where_torch_does_not(model_file: ModelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str) -> None:
     path = model_file("qwen3moe", **typed("Q8_0", layers=2))
     without_torch(monkeypatch)
     assert kernel_row(path).maths == f"numpy {np.__version__}"
-    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    (tmp_path / "torch.py").write_text(torch)
     without_torch(monkeypatch, tmp_path)
     row = kernel_row(path)
     assert row.holds
-    assert row.maths == f"numpy {np.__version__}, as torch does not load"
+    assert row.maths == f"numpy {np.__version__}, as torch does not load beside llama.cpp"
 
 
 # ---- types ----------------------------------------------------------------------------------------------------------------------------------

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
@@ -60,13 +64,28 @@ class KernelRow:
 
 def reference_maths() -> tuple[str, Multiply]:
     """Who multiplies in float64, and the function: torch where it is installed, else numpy."""
-    try:
-        from tinyserve_gguf import _torch
-    except ModuleNotFoundError:
+    if find_spec("torch") is None:
         return f"numpy {np.__version__}", lambda x, weights: x @ weights.T
-    except (ImportError, OSError):  # it is there, without a library that it needs
-        return f"numpy {np.__version__}, as torch does not load", lambda x, weights: x @ weights.T
+    if not _torch_works():
+        return f"numpy {np.__version__}, as torch does not load beside llama.cpp", lambda x, weights: x @ weights.T
+    from tinyserve_gguf import _torch
+
     return f"torch {_torch.VERSION}", _torch.multiply
+
+
+# What `_torch` is used for, and llama.cpp after it.
+_PROBE = """
+import numpy as np
+from tinyserve_gguf import _llama, _torch
+_torch.multiply(np.ones((2, 2)), np.ones((2, 2)))
+_llama.C.llama_model_load_from_file(b"", _llama.C.llama_model_default_params())
+"""
+
+
+@cache
+def _torch_works() -> bool:
+    """Tried in a process of its own: with another C++ runtime than llama.cpp's it takes the whole process down, which was seen on one GPU machine."""
+    return subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, check=False).returncode == 0
 
 
 def threshold(kind: str, device: Device) -> float:
