@@ -22,7 +22,7 @@ LAYERS = (
     ("sampling", "window", "attention"),
     ("kv",),
     ("_llama", "_ggufio", "demo", "outfile"),
-    ("_sampler", "facts", "channels", "sequence", "_ops", "_matmul", "_types", "_torch"),
+    ("_sampler", "facts", "channels", "sequence", "_ops", "_matmul", "_types", "_torch", "float64"),
     ("needs", "geometry", "micro", "check", "hot_list", "hub"),
     ("plan", "catalog"),
     ("planner", "machine", "cuda_driver", "resolve"),

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import llama_cpp
@@ -19,8 +20,7 @@ from processes import cli, error_line, refused
 from reshaped import dense
 from synthetic import IQ_TYPES, MODELS, TYPES, typed
 
-import tinyserve_gguf
-from tinyserve_gguf import load, read_facts, verify_kernels, verify_types
+from tinyserve_gguf import float64, load, read_facts, verify_kernels, verify_types
 from tinyserve_gguf import verify as verify_module
 from tinyserve_gguf._matmul import ExpertMatmul
 from tinyserve_gguf._ops import features
@@ -186,9 +186,7 @@ def test_both_dequantisers_agree(kind: str) -> None:
 
 def without_torch(monkeypatch: pytest.MonkeyPatch, folder: Path | None = None) -> None:
     """As if torch were not installed, or were what lies in `folder`."""
-    monkeypatch.delitem(sys.modules, "tinyserve_gguf._torch", raising=False)
-    monkeypatch.delattr(tinyserve_gguf, "_torch", raising=False)
-    verify_kernels._torch_works.cache_clear()
+    monkeypatch.setattr(float64, "_torch", cache(float64._Torch))  # not the one that is known
     if folder:
         monkeypatch.delitem(sys.modules, "torch", raising=False)
         monkeypatch.syspath_prepend(folder)
@@ -205,8 +203,7 @@ def kernel_row(path: Path) -> KernelRow:
 def test_torch_multiplies_where_it_is_installed(model_file: ModelFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers as numpy's, to the rounding of float64, so the same errors of the kernels."""
     torch = pytest.importorskip("torch", reason="torch is not installed: scripts/test --torch")
-    verify_kernels._torch_works.cache_clear()
-    name, multiply = verify_kernels.reference_maths()
+    name, multiply = float64.reference_maths()
     assert name == f"torch {torch.__version__}"
     rng = np.random.default_rng(0)
     x, weights = rng.standard_normal((3, 40, 256))[:, ::2][1], rng.standard_normal((100, 256))
@@ -231,7 +228,7 @@ def test_numpy_multiplies_where_torch_does_not(model_file: ModelFile, tmp_path: 
     without_torch(monkeypatch, tmp_path)
     row = kernel_row(path)
     assert row.holds
-    assert row.maths == f"numpy {np.__version__}, as torch does not load beside llama.cpp"
+    assert row.maths == f"numpy {np.__version__}, as torch does not load"
 
 
 # ---- types ----------------------------------------------------------------------------------------------------------------------------------
@@ -251,7 +248,7 @@ def test_every_type(tmp_path: Path) -> None:
     assert [row["type"] for row in found["types"]] == list(weight_types())
     assert all(row["supported"] and row["identical"] and 0 < row["nmse"] < row["threshold"] for row in found["types"])
     assert {row["type"] for row in found["types"] if row["reference"] == "ggml"} == {"Q1_0", "Q2_0"}
-    assert {row["maths"] for row in found["types"]} == {verify_kernels.reference_maths()[0]}
+    assert {row["maths"] for row in found["types"]} == {float64.reference_maths()[0]}
 
 
 def test_what_is_run_for_a_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,17 @@
-"""The only importer of torch, an optional package. Import it where it is needed: it takes seconds."""
+"""The only importer of torch, an optional package. Import it where it is needed: it takes seconds. As a program it multiplies for `float64`."""
 
 from __future__ import annotations
 
 import ctypes
+import pickle
+import sys
+from contextlib import suppress
+from typing import BinaryIO
 
-from tinyserve_gguf import _llama  # noqa: F401  before torch: the other order crashed in libstdc++ on one GPU machine
-
-# isort: split
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor as Tensor
-
-VERSION = str(torch.__version__)
 
 
 def bytes_tensor(raw: npt.NDArray[np.uint8]) -> Tensor:
@@ -21,7 +20,16 @@ def bytes_tensor(raw: npt.NDArray[np.uint8]) -> Tensor:
     return torch.frombuffer((ctypes.c_uint8 * raw.nbytes).from_address(address), dtype=torch.uint8).view(raw.shape)
 
 
-def multiply(x: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """[n, columns] times [rows, columns] transposed, on the CPU: [n, rows]."""
-    product: npt.NDArray[np.float64] = (torch.from_numpy(np.ascontiguousarray(x)) @ torch.from_numpy(weights).T).numpy()
-    return product
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """The version on a line, then a product for every two arrays, until there are no more."""
+    answers.write(f"{torch.__version__}\n".encode())
+    answers.flush()
+    with suppress(EOFError):
+        while True:
+            x, weights = pickle.load(requests)
+            pickle.dump((torch.from_numpy(x) @ torch.from_numpy(weights).T).numpy(), answers)
+            answers.flush()
+
+
+if __name__ == "__main__":
+    serve(sys.stdin.buffer, sys.stdout.buffer)

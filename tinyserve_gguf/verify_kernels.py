@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +13,7 @@ from tinyserve_gguf._ops import features
 from tinyserve_gguf._shim import Device
 from tinyserve_gguf._types import dequantize
 from tinyserve_gguf.facts import ExpertLayer, ModelFacts, PartFacts
+from tinyserve_gguf.float64 import Multiply, reference_maths
 
 BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)  # tokens
 BATCHES_QUICK = (1, 4, 32)
@@ -28,8 +25,6 @@ _THRESHOLD_QUANTISED = 5e-4
 _THRESHOLD_FP4 = 2e-2  # where a GPU's FP4 units are used, activations are rounded to 4 bits as well; test-backend-ops allows as much there
 _FP4 = ("MXFP4", "NVFP4")
 _FP4_UNITS = "BLACKWELL_NATIVE_FP4"  # what ggml-cuda calls it if it was built for them
-
-Multiply = Callable[[npt.NDArray[np.float64], npt.NDArray[np.float64]], npt.NDArray[np.float64]]  # [n, columns], [rows, columns] -> [n, rows]
 
 
 @dataclass(slots=True)
@@ -60,32 +55,6 @@ class KernelRow:
         if self.unsupported:
             return f"the device has no kernel for batches of {', '.join(map(str, self.unsupported))}"
         return f"NMSE {self.nmse:.1e} of {self.worst} is above {self.threshold:.0e}"
-
-
-def reference_maths() -> tuple[str, Multiply]:
-    """Who multiplies in float64, and the function: torch where it is installed, else numpy."""
-    if find_spec("torch") is None:
-        return f"numpy {np.__version__}", lambda x, weights: x @ weights.T
-    if not _torch_works():
-        return f"numpy {np.__version__}, as torch does not load beside llama.cpp", lambda x, weights: x @ weights.T
-    from tinyserve_gguf import _torch
-
-    return f"torch {_torch.VERSION}", _torch.multiply
-
-
-# What `_torch` is used for, and llama.cpp after it.
-_PROBE = """
-import numpy as np
-from tinyserve_gguf import _llama, _torch
-_torch.multiply(np.ones((2, 2)), np.ones((2, 2)))
-_llama.C.llama_model_load_from_file(b"", _llama.C.llama_model_default_params())
-"""
-
-
-@cache
-def _torch_works() -> bool:
-    """Tried in a process of its own: with another C++ runtime than llama.cpp's it takes the whole process down, which was seen on one GPU machine."""
-    return subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, check=False).returncode == 0
 
 
 def threshold(kind: str, device: Device) -> float:
