@@ -189,6 +189,14 @@ def test_without_a_gpu() -> None:
 # ---- rates ----------------------------------------------------------------------------------------------------------------------------------
 
 
+def test_without_a_gpu_the_file_must_fit_into_memory_beside_the_cache() -> None:
+    """The experts stay in the mapped file: what the memory does not hold would come from the disk, token by token."""
+    found = estimate(GPT_OSS_20B.facts(), replace(LAPTOP, vram=0, ram=11 * GIB), n_ctx=4096, expert_cache="25%")
+    assert not found.fits
+    assert "expert cache, weights and context" in found.reason
+    assert estimate(GPT_OSS_20B.facts(), replace(LAPTOP, vram=0, ram=24 * GIB), n_ctx=4096, expert_cache="25%").fits
+
+
 def test_given_rates_come_before_measured_ones_and_those_before_assumed_ones() -> None:
     found = rates({"link": 25e9, "memory": 50e9, "cpu": 30e9, "gpu": 500e9, "prefill": 9e12}, gpu_gbps=1000, known_as="measured here")
     assert (found.link, found.gpu, found.memory, found.cpu) == (25e9, 1000e9, 50e9, 30e9)

@@ -123,14 +123,10 @@ def estimate(
 
 def _host_problem(plan: Plan, machine: Machine) -> str:
     """Why the host's memory does not hold the rest; empty if it does."""
+    parts = [(plan.host.paged, "experts"), (plan.needs.host_weights, "embedding tables"), (plan.needs.host_compute, "buffers")]
     if not machine.has_gpu:
-        return ""  # the plan has counted it
-    parts = [
-        (plan.host.paged, "experts"),
-        (plan.needs.host_weights, "embedding tables"),
-        (plan.needs.host_compute, "buffers"),
-        (OTHER_RAM, "everything else"),
-    ]
+        parts.append((plan.total_bytes, "expert cache, weights and context"))
+    parts.append((OTHER_RAM, "everything else"))
     total = sum(n for n, _ in parts)
     if total <= machine.ram:
         return ""
