@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import openai
-from processes import environment
+from processes import PACKAGE, environment
 
 LONG = 300  # seconds that no test waits for in vain
 
@@ -27,7 +27,7 @@ class Server:
         keys = ["--api-key", key] if key else []
         command = [sys.executable, "-m", "tinyserve_gguf", "serve", str(model), "--port", "0", *keys, *options]
         changes = {"OMP_WAIT_POLICY": "passive"}  # threads of two servers on two cores would spin while they wait
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment(**changes))
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=PACKAGE, env=environment(**changes))
         self.lines: list[str] = []
         self.url = ""
         self._up = threading.Event()

@@ -159,7 +159,7 @@ def test_base_model(model_file: ModelFile, folder: Path) -> None:
     ("cache", "message"),
     [
         ("1", "one token needs 2 experts at once: an expert cache of 1 is too small, give 2 or more"),
-        ("1KiB", "an expert cache needs 191.2 KiB at least"),
+        ("1KiB", "an expert cache needs 229.5 KiB at least"),
         ("0", "the expert cache is all, auto, a number of experts, a share like 25% or a size like 6GiB, not '0'"),
         ("-5", "not '-5'"),
         ("0%", "not '0%'"),
@@ -203,10 +203,11 @@ def test_impossible_values(call: Callable[..., str], model_file: ModelFile, opti
 
 
 def test_context_that_cannot_be_had(model_file: ModelFile) -> None:
-    """1.5 TiB of KV cache. llama.cpp refuses it when the model is loaded, so the plan stands above."""
+    """1.5 TiB of KV cache: the plan refuses it, with the arithmetic."""
     path = model_file("mixtral", context=2**23, heads=64, kv_heads=64, head_dim=256)
     done = cli("chat", path, "-p", "hi", "-c", "0", "--expert-cache", "all", cwd=path.parent)
     assert (done.returncode, done.stdout) == (2, "")
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: llama.cpp cannot make a context of 8388608 tokens (try a smaller -c or -b): ")
+    assert last.startswith("error: synthetic mixtral does not fit on CPU: ")
+    assert "1.50 TiB KV cache (-c 8388608)" in last
     assert "Traceback" not in done.stderr

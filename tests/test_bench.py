@@ -19,7 +19,6 @@ from reshaped import dense
 from tinyserve_gguf import CapacityError, bench, load, placement, read_facts
 from tinyserve_gguf._shim import Device
 from tinyserve_gguf.bench import Bench
-from tinyserve_gguf.bench_baseline import full_bytes
 from tinyserve_gguf.bench_options import BenchOptions
 from tinyserve_gguf.bench_table import COLUMNS, Report, Row, as_csv, as_json, as_markdown
 from tinyserve_gguf.cli import bench as command
@@ -280,10 +279,10 @@ def test_baseline_on_a_gpu(model_file: ModelFile, gpu: Callable[[int], None], tm
     assert {row["depth"] for row in decoded} == {split["depth"] for split in kept}
 
 
-def test_baseline_that_does_not_fit(model_file: ModelFile, gpu: Callable[[int], None]) -> None:
-    facts = read_facts(model_file("gpt-oss"))
-    gpu(full_bytes(facts, 24, 512) - 1)
-    result = run(facts.path, *SMALL, "-p", "24", "-n", 0, "--expert-cache", "50%", "--baseline", "-ub", 512)
+def test_baseline_that_does_not_fit(model_file: ModelFile, gpu: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(1 << 30)
+    monkeypatch.setattr(bench, "full_bytes", lambda *_given: 2 << 30)
+    result = run(model_file("gpt-oss"), *SMALL, "-p", "24", "-n", 0, "--expert-cache", "50%", "--baseline", "-ub", 512, "--device", "CPU")
     assert result.exit_code == 0, result.stderr
     assert "llama.cpp, everything on CPU: not measured, it needs about " in result.stdout
     assert "| llama.cpp, all experts on the CPU " in result.stdout

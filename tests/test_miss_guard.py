@@ -139,7 +139,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Device:
 
 
 def open_model(path: Path, **options: object) -> Model:
-    return load(path, expert_cache="40%", n_threads=THREADS, n_ctx=1024, **options)  # type: ignore[arg-type]
+    return load(path, expert_cache="40%", device="CPU", n_threads=THREADS, n_ctx=1024, **options)  # type: ignore[arg-type]
 
 
 def decode(model: Model, n: int, seconds: Callable[[Model], float]) -> list[str]:
