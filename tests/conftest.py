@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 
 # Read by libgomp when llama.cpp is loaded, so before that. By default threads spin while they wait for each other; tiny models do nothing but wait,
 # and beside other work on two cores test_every_pool_size took 398 s instead of 78 s.
 os.environ["OMP_WAIT_POLICY"] = "passive"
-os.environ["XDG_CONFIG_HOME"] = "/nonexistent"  # no test sees the config file of who runs it
+os.environ["XDG_CONFIG_HOME"] = mkdtemp()  # no test sees the config file of who runs it; Chromium and matplotlib write there
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"  # it would call home
 
 from reshaped import dense
@@ -20,6 +22,13 @@ from synthetic import build
 from tinyserve_gguf.demo import build_demo
 
 ModelFile = Callable[..., Path]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def config_home() -> Iterator[None]:
+    """The folder above goes with the tests."""
+    yield
+    shutil.rmtree(os.environ["XDG_CONFIG_HOME"])
 
 
 @pytest.fixture(scope="session")

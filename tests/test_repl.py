@@ -120,8 +120,8 @@ def test_save(tmp_path: Path) -> None:
     assert out(repl).endswith("still here\n")
 
 
-def test_failed_save_ends_a_script() -> None:
-    repl, _ = make("/save /nonexistent/x", interactive=False)
+def test_failed_save_ends_a_script(tmp_path: Path) -> None:
+    repl, _ = make(f"/save {tmp_path}/missing/x", interactive=False)
     with pytest.raises(OptionError, match="cannot write"):
         repl.run()
 
