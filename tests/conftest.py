@@ -28,7 +28,7 @@ ModelFile = Callable[..., Path]
 def config_home() -> Iterator[None]:
     """The folder above goes with the tests."""
     yield
-    shutil.rmtree(os.environ["XDG_CONFIG_HOME"])
+    shutil.rmtree(os.environ["XDG_CONFIG_HOME"], ignore_errors=True)  # Chromium may still be writing
 
 
 @pytest.fixture(scope="session")
