@@ -16,14 +16,6 @@
 
 // ---- what a pager does with misses ----
 
-static bool all_resident(const struct tsg_pager * pager) {
-    bool all = true;
-    for (int32_t i = 0; i < pager->n_pools; i++) {
-        all &= pager->pools[i].resident;
-    }
-    return all;
-}
-
 // ggml-cuda may sort the rows of weights that are not quantised by expert, and then asserts that a token wants no expert twice, as the slot of zeros is.
 static const struct tsg_weight * find_unquantized(const struct tsg_pager * pager) {
     for (int32_t i = 0; i < pager->n_layers && !pager->inner_is_cpu; i++) {
@@ -47,7 +39,7 @@ void tsg_coexec_describe(struct tsg_pager * pager) {
     }
     if (x->cannot) {
         snprintf(x->text, sizeof(x->text), "fetched: %s", x->why);
-    } else if (all_resident(pager)) {
+    } else if (tsg_all_resident(pager)) {
         snprintf(x->text, sizeof(x->text), "none, every expert is resident");
     } else if (x->miss.mode == TSG_MISS_FETCH) {
         snprintf(x->text, sizeof(x->text), "fetched%s", x->cpu || pager->inner_is_cpu ? "" : "; --miss auto finds out whether the CPU would be faster");
@@ -128,7 +120,7 @@ enum tsg_status tsg_pager_set_miss(struct tsg_pager * pager, const struct tsg_mi
 }
 
 bool tsg_coexec_on(const struct tsg_pager * pager) {
-    return pager->coexec.miss.mode != TSG_MISS_FETCH && !pager->coexec.cannot && !all_resident(pager);
+    return pager->coexec.miss.mode != TSG_MISS_FETCH && !pager->coexec.cannot && !tsg_all_resident(pager);
 }
 
 bool tsg_coexec_lost(const struct tsg_pager * pager) {

@@ -46,18 +46,8 @@ static void lend_stages(struct tsg_pager * pager, int32_t pool, int32_t first) {
     }
 }
 
-static struct tsg_layer * layer_of(const struct tsg_pager * pager, int32_t pool, int32_t expert) {
-    for (int32_t i = 0; i < pager->n_layers; i++) {
-        struct tsg_layer * layer = pager->layers[i];
-        if (layer->pool == pool && expert >= layer->first && expert < layer->first + layer->n_expert) {
-            return layer;
-        }
-    }
-    return NULL;
-}
-
 static void bring(struct tsg_pager * pager, int32_t pool, int32_t expert, int32_t slot) {
-    const struct tsg_layer * layer = layer_of(pager, pool, expert);
+    const struct tsg_layer * layer = tsg_layer_of(pager, pool, expert);
     tsg_slots_put(&pager->pools[pool].slots, expert, slot);
     tsg_pool_load_slot(&pager->pools[pool], NULL, layer, expert - layer->first, slot);
     pager->counts[TSG_DECODE].bytes_link += tsg_layer_expert_bytes(layer);

@@ -285,13 +285,9 @@ enum tsg_status tsg_pager_commit(struct tsg_pager * pager) {
 
 // Device-resident where that is possible and was not ruled out.
 enum tsg_status tsg_pager_choose_engine(struct tsg_pager * pager) {
-    bool all_resident = true;
-    for (int32_t i = 0; i < pager->n_pools; i++) {
-        all_resident &= pager->pools[i].resident;
-    }
     if (pager->engine == TSG_ENGINE_HOST) {
         snprintf(pager->why, sizeof(pager->why), "host-driven, as asked");
-    } else if (all_resident && pager->engine == TSG_ENGINE_AUTO) {
+    } else if (tsg_all_resident(pager) && pager->engine == TSG_ENGINE_AUTO) {
         snprintf(pager->why, sizeof(pager->why), "every expert is resident, llama.cpp's graph runs uncut");
     } else if (tsg_resident_init(pager)) {
         snprintf(pager->why, sizeof(pager->why), "device-resident, one CUDA graph per token");

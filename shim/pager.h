@@ -234,6 +234,25 @@ static inline bool tsg_layer_is_resident(const struct tsg_pager * pager, const s
     return pager->pools[layer->pool].resident || layer->whole;
 }
 
+static inline bool tsg_all_resident(const struct tsg_pager * pager) {
+    bool all = true;
+    for (int32_t i = 0; i < pager->n_pools; i++) {
+        all &= pager->pools[i].resident;
+    }
+    return all;
+}
+
+// The layer of an expert, by its number in the pool.
+static inline struct tsg_layer * tsg_layer_of(const struct tsg_pager * pager, int32_t pool, int32_t expert) {
+    for (int32_t i = 0; i < pager->n_layers; i++) {
+        struct tsg_layer * layer = pager->layers[i];
+        if (layer->pool == pool && expert >= layer->first && expert < layer->first + layer->n_expert) {
+            return layer;
+        }
+    }
+    return NULL;
+}
+
 // engine.c
 struct tsg_engine * tsg_engine_new(struct tsg_pager * pager, ggml_backend_t inner);
 void                tsg_engine_free(struct tsg_engine * engine);

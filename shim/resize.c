@@ -139,19 +139,9 @@ static bool alloc_others(struct tsg_pager * pager, struct change * changes) {
 
 // ---- the bytes ----
 
-static struct tsg_layer * layer_of(struct tsg_pager * pager, int32_t pool, int32_t expert) {
-    for (int32_t i = 0; i < pager->n_layers; i++) {
-        struct tsg_layer * layer = pager->layers[i];
-        if (layer->pool == pool && expert >= layer->first && expert < layer->first + layer->n_expert) {
-            return layer;
-        }
-    }
-    return NULL;
-}
-
 static uint64_t load_from_host(struct tsg_pager * pager, int32_t index, struct tsg_pool * pool, int32_t slot) {
     const int32_t      expert = pool->slots.expert_in[slot];
-    struct tsg_layer * layer  = layer_of(pager, index, expert);
+    struct tsg_layer * layer  = tsg_layer_of(pager, index, expert);
     tsg_pool_load_slot(pool, NULL, layer, expert - layer->first, slot);
     return tsg_layer_expert_bytes(layer);
 }
@@ -218,10 +208,6 @@ static bool start_streams(struct tsg_pager * pager) {
 
 // What the device engine knows of the pools is made anew; where everything was resident it may now begin. False: nothing changed.
 static bool renew_engine(struct tsg_pager * pager) {
-    bool all_resident = true;
-    for (int32_t i = 0; i < pager->n_pools; i++) {
-        all_resident &= pager->pools[i].resident;
-    }
     if (!pager->resident) {
         if (tsg_pager_choose_engine(pager) != TSG_OK) {
             return false;
@@ -236,7 +222,7 @@ static bool renew_engine(struct tsg_pager * pager) {
         return false;
     }
     snprintf(pager->why, sizeof(pager->why),
-             all_resident ? "every expert is resident, llama.cpp's graph runs uncut" : "device-resident, one CUDA graph per token");
+             tsg_all_resident(pager) ? "every expert is resident, llama.cpp's graph runs uncut" : "device-resident, one CUDA graph per token");
     return true;
 }
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.outfile import OutputFile
+from tinyserve_gguf.user_files import cache_dir
 
 VERSION = 1  # of the file: raise it when the contents change their meaning
 
@@ -96,10 +97,8 @@ class Measured:
 
 
 def memory_path() -> Path:
-    """Under XDG_CACHE_HOME, else ~/.cache."""
-    configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    cache = configured if configured.is_absolute() else Path.home() / ".cache"
-    return cache / "tinyserve-gguf" / "machine.json"
+    """In the cache directory."""
+    return cache_dir() / "machine.json"
 
 
 def recall(path: Path, device: str) -> tuple[Measured | None, str | None]:

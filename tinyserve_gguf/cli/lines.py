@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import BinaryIO
 import click
 
 from tinyserve_gguf.errors import OptionError
+from tinyserve_gguf.user_files import state_dir
 
 KEPT = 1000  # lines of history offered again
 
@@ -52,8 +52,7 @@ def pipe_reader(stream: BinaryIO) -> Callable[[str], str]:
 
 def history_file() -> Path:
     """Where the chat history lies: under $XDG_STATE_HOME if that is an absolute path, else ~/.local/state. RuntimeError without a home."""
-    base = Path(os.environ.get("XDG_STATE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".local" / "state") / "tinyserve-gguf" / "chat-history"
+    return state_dir() / "chat-history"
 
 
 class TerminalReader:
