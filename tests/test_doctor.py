@@ -24,7 +24,7 @@ from tinyserve_gguf.doctor import Report, examine
 from tinyserve_gguf.doctor_checks import BROKEN, OK, WARNING, Finding
 from tinyserve_gguf.errors import ModelFileError
 from tinyserve_gguf.facts import read_facts
-from tinyserve_gguf.machine import memory_path
+from tinyserve_gguf.machine import MEMORY
 from tinyserve_gguf.needs import MIB
 
 ModelFile = Callable[..., Path]
@@ -73,7 +73,7 @@ def test_lines_and_memory(tmp_path: Path) -> None:
     assert status == 0
     assert "ok" in out and "experts on the CPU" in out and "everything runs, on " in out
     assert f"measured rates are kept in {tmp_path / 'cache' / 'tinyserve-gguf' / 'machine.json'}; info uses them" in out
-    assert memory_path().is_file()
+    assert MEMORY.path.is_file()
 
 
 def test_json() -> None:
@@ -81,7 +81,7 @@ def test_json() -> None:
     found = json.loads(out)
     assert status == 0
     assert found["broken"] is False
-    assert found["remembered"] == str(memory_path())
+    assert found["remembered"] == str(MEMORY.path)
     assert all(set(finding) == {"name", "status", "text", "fix"} for finding in found["findings"])
     assert found["works"].startswith("everything runs, on ")
 
@@ -132,7 +132,7 @@ def test_another_llama_cpp_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     status, out = run()
     assert status == 1
     assert "is not installed" in out
-    assert not memory_path().exists()
+    assert not MEMORY.path.exists()
 
 
 # ---- what is slow ---------------------------------------------------------------------------------------------------------------------------

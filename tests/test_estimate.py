@@ -20,7 +20,7 @@ from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.estimate import Estimate, estimate, expected_hit_rate, hit_exponent
 from tinyserve_gguf.facts import ModelFacts, read_facts
 from tinyserve_gguf.geometry import Geometry
-from tinyserve_gguf.machine import ASSUMED_LINK, Machine, Measured, rates, recall, remember, with_link
+from tinyserve_gguf.machine import ASSUMED_LINK, MEMORY, Machine, Measured, rates, recall, remember, with_link
 from tinyserve_gguf.needs import Setting, estimated_needs
 from tinyserve_gguf.placement import pick_device
 from tinyserve_gguf.plan import GIB, Budget
@@ -210,15 +210,22 @@ def test_given_rates_come_before_measured_ones_and_those_before_assumed_ones() -
             rates(mem_gbps=wrong)
 
 
-def test_memory_of_measurements(tmp_path: Path) -> None:
-    path = tmp_path / "cache" / "machine.json"
-    assert recall(path, "CUDA0") == (None, None)
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where doctor's measurements are kept in this test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return MEMORY.path
+
+
+@pytest.mark.usefixtures("memory")
+def test_memory_of_measurements() -> None:
+    assert recall("CUDA0") == (None, None)
     first, second = Measured("CUDA0", "2026-01-02", {"link": 25e9}), Measured("CPU", "2026-01-03", {"cpu": 5e9})
-    assert remember(path, first) is None
-    assert remember(path, second) is None
-    assert recall(path, "CUDA0") == (first, None)
-    assert recall(path, "CPU") == (second, None)
-    assert recall(path, "CUDA1") == (None, None)
+    assert remember(first) is None
+    assert remember(second) is None
+    assert recall("CUDA0") == (first, None)
+    assert recall("CPU") == (second, None)
+    assert recall("CUDA1") == (None, None)
 
 
 DAMAGED = ["", "[]", "{}", '{"version": 99, "machines": {}}', '{"version": 1, "machines": []}', "\xff"]
@@ -226,21 +233,20 @@ DAMAGED += ['{"version": 1, "machines": {"KEY": {"rates": 3}}}']
 
 
 @pytest.mark.parametrize("content", DAMAGED)
-def test_damaged_memory_is_one_line_and_gets_replaced(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "machine.json"
-    remember(path, Measured("CPU", "2026-01-02", {"cpu": 5e9}))
-    key = next(iter(json.loads(path.read_text())["machines"]))
-    path.write_bytes(content.replace("KEY", key).encode("latin-1"))
-    found, trouble = recall(path, "CPU")
+def test_damaged_memory_is_one_line_and_gets_replaced(memory: Path, content: str) -> None:
+    remember(Measured("CPU", "2026-01-02", {"cpu": 5e9}))
+    key = next(iter(json.loads(memory.read_text())["machines"]))
+    memory.write_bytes(content.replace("KEY", key).encode("latin-1"))
+    found, trouble = recall("CPU")
     assert found is None
-    assert trouble and trouble.startswith(f"what doctor remembered in {path} is not used: ") and "\n" not in trouble
-    assert remember(path, Measured("CPU", "2026-01-02", {"cpu": 5e9})) is None
-    assert recall(path, "CPU")[0] is not None
+    assert trouble and trouble.startswith(f"what doctor remembered in {memory} is not used: ") and "\n" not in trouble
+    assert remember(Measured("CPU", "2026-01-02", {"cpu": 5e9})) is None
+    assert recall("CPU")[0] is not None
 
 
-def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    trouble = remember(tmp_path / "file" / "machine.json", Measured("CPU", "2026-01-02", {"cpu": 5e9}))
+def test_what_cannot_be_written_is_one_line(memory: Path) -> None:
+    memory.parent.write_text("")
+    trouble = remember(Measured("CPU", "2026-01-02", {"cpu": 5e9}))
     assert trouble and trouble.startswith("the measurements cannot be remembered: ")
 
 

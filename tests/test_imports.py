@@ -21,7 +21,7 @@ LAYERS = (
     ("errors", "choices", "progress", "user_files", "toml_files", "text", "host", "counters", "_log"),
     ("sampling", "window", "attention"),
     ("kv",),
-    ("_llama", "_ggufio", "demo", "outfile"),
+    ("_llama", "_ggufio", "demo", "outfile", "kept"),
     ("_sampler", "facts", "channels", "sequence", "_ops", "_matmul", "_types", "_torch", "float64"),
     ("needs", "geometry", "micro", "check", "hot_list", "hub"),
     ("plan", "catalog"),

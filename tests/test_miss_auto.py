@@ -16,7 +16,7 @@ from tinyserve_gguf._shim import Miss
 from tinyserve_gguf.miss import LAYERS, candidates
 from tinyserve_gguf.miss_auto import LASTING, MARGIN, TURN, WARM, WARM_MOST, WINDOW, Choice, Tuner, label
 from tinyserve_gguf.miss_guard import Costs, Decoded, MeasuredSplit, Split
-from tinyserve_gguf.miss_memory import recall, recall_splits, remember, remember_splits
+from tinyserve_gguf.miss_memory import MEMORY, recall, recall_splits, remember, remember_splits
 
 ModelFile = Callable[..., Path]
 WAYS = candidates(10e9)
@@ -198,28 +198,35 @@ def test_the_guard_knows_what_the_tokens_told() -> None:
 # ---- memory ---------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_choice_is_remembered_by_situation(tmp_path: Path) -> None:
-    path, choice = tmp_path / "deep" / "miss.json", Choice(WAYS[-1], {"fetch": 29.3, "split": 69.1})
-    assert recall(path, "here") == (None, None)
-    assert remember(path, "here", choice) is None
-    assert remember(path, "there", Choice(FETCH, {})) is None
-    assert recall(path, "here") == (choice, None)
-    assert recall(path, "there") == (Choice(FETCH, {}), None)
-    assert recall(path, "elsewhere") == (None, None)
-    assert [file.name for file in path.parent.iterdir()] == ["miss.json"]
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where choices are kept in this test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return MEMORY.path
 
 
-def test_speeds_of_llama_cpp_are_kept_beside_choices(tmp_path: Path) -> None:
-    path, choice = tmp_path / "miss.json", Choice(LAYERS, {"whole layers": 3.0}, "llama.cpp's --n-cpu-moe 4 (3.0 tok/s, measured)")
+def test_a_choice_is_remembered_by_situation(memory: Path) -> None:
+    choice = Choice(WAYS[-1], {"fetch": 29.3, "split": 69.1})
+    assert recall("here") == (None, None)
+    assert remember("here", choice) is None
+    assert remember("there", Choice(FETCH, {})) is None
+    assert recall("here") == (choice, None)
+    assert recall("there") == (Choice(FETCH, {}), None)
+    assert recall("elsewhere") == (None, None)
+    assert [file.name for file in memory.parent.iterdir()] == ["miss.json"]
+
+
+def test_speeds_of_llama_cpp_are_kept_beside_choices(memory: Path) -> None:
+    choice = Choice(LAYERS, {"whole layers": 3.0}, "llama.cpp's --n-cpu-moe 4 (3.0 tok/s, measured)")
     old, new, other = MeasuredSplit(4, 50.0, 100, 8, 0), MeasuredSplit(4, 55.0, 100, 8, 0, 13.8), MeasuredSplit(6, 40.0, 50, 8, 0)
-    assert recall_splits(path, "here") == ([], None)
-    assert remember_splits(path, "here", [old, other]) is None
-    assert remember(path, "situation", choice) is None
-    assert remember_splits(path, "here", [new]) is None
-    assert recall_splits(path, "here") == ([new, other], None)
-    assert recall(path, "situation") == (choice, None)
-    path.write_text('{"version": 1, "choices": {}, "splits": {"here": [{"n_cpu_moe": 1}]}}')
-    splits, line = recall_splits(path, "here")
+    assert recall_splits("here") == ([], None)
+    assert remember_splits("here", [old, other]) is None
+    assert remember("situation", choice) is None
+    assert remember_splits("here", [new]) is None
+    assert recall_splits("here") == ([new, other], None)
+    assert recall("situation") == (choice, None)
+    memory.write_text('{"version": 1, "choices": {}, "splits": {"here": [{"n_cpu_moe": 1}]}}')
+    splits, line = recall_splits("here")
     assert (splits, line is not None and line.startswith("misses: what was measured of llama.cpp, in ")) == ([], True)
 
 
@@ -230,21 +237,21 @@ def test_speeds_of_llama_cpp_are_kept_beside_choices(tmp_path: Path) -> None:
      '{"version": 1, "choices": {"here": {"miss": {"mode": "cpu", "odd": 1}, "figures": {}}}}',
      '{"version": 1, "choices": {"here": {"miss": {"mode": "cpu"}, "figures": {"a": "x"}}}}'],
 )  # fmt: skip
-def test_what_cannot_be_used_is_one_line(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "miss.json"
-    path.write_text(content)
-    choice, line = recall(path, "here")
+def test_what_cannot_be_used_is_one_line(memory: Path, content: str) -> None:
+    memory.parent.mkdir()
+    memory.write_text(content)
+    choice, line = recall("here")
     assert choice is None
     assert line is not None
     assert "\n" not in line
-    assert line.startswith(f"misses: what was remembered in {path} is not used: ")
-    assert remember(path, "here", Choice(FETCH, {})) is None  # and is replaced
-    assert recall(path, "here") == (Choice(FETCH, {}), None)
+    assert line.startswith(f"misses: what was remembered in {memory} is not used: ")
+    assert remember("here", Choice(FETCH, {})) is None  # and is replaced
+    assert recall("here") == (Choice(FETCH, {}), None)
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    line = remember(tmp_path / "file" / "miss.json", "here", Choice(FETCH, {}))
+def test_a_cache_that_cannot_be_written(memory: Path) -> None:
+    memory.parent.touch()
+    line = remember("here", Choice(FETCH, {}))
     assert line is not None
     assert "cannot be remembered" in line
 

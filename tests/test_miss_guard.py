@@ -30,7 +30,7 @@ from tinyserve_gguf.miss_guard import (
     rows_on_cpu,
     tightest_split,
 )
-from tinyserve_gguf.miss_memory import memory_path, remember_splits
+from tinyserve_gguf.miss_memory import remember_splits
 from tinyserve_gguf.miss_tuning import file_key
 
 ModelFile = Callable[..., Path]
@@ -183,7 +183,7 @@ def test_auto_changes_the_placement_and_back(model_file: ModelFile, gpu: Device,
     path = model_file("mixtral", layers=6)
     facts = read_facts(path)
     known = [MeasuredSplit(k, 1.8, resident_bytes(facts, k), THREADS, 0) for k in range(1, 7)]
-    assert remember_splits(memory_path(), file_key(facts, gpu), known) is None
+    assert remember_splits(file_key(facts, gpu), known) is None
 
     def took(model: Model) -> float:
         way = model._pager.miss  # type: ignore[union-attr]
@@ -205,7 +205,7 @@ def test_auto_changes_the_placement_and_back(model_file: ModelFile, gpu: Device,
         assert "as remembered" in model.miss
         assert run(model.native, 7, 16) == run_stock(path, 7)
     faster = [replace(split, rate=3.0) for split in known]
-    assert remember_splits(memory_path(), file_key(facts, gpu), faster) is None
+    assert remember_splits(file_key(facts, gpu), faster) is None
     with open_model(path, miss="auto") as model:  # measured anew since, and faster: everything is tried again
         assert "tried while the first tokens are decoded" in model.miss
         assert "(3.0 tok/s, measured)" in one_line(model)

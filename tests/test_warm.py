@@ -15,7 +15,7 @@ import pytest
 from tinyserve_gguf import EngineError, Llama, Model, OptionError, hot_list, load, warm
 from tinyserve_gguf._llama import NativeContext
 from tinyserve_gguf.facts import read_facts
-from tinyserve_gguf.hot_list import HotList, list_path, read_list, write_list
+from tinyserve_gguf.hot_list import HotList, list_file, read_list, write_list
 
 ModelFile = Callable[..., Path]
 PROMPTS = (1, 40)
@@ -145,8 +145,8 @@ def test_when_nothing_is_kept(model_file: ModelFile, cache: Path, options: dict[
     [
         ("", "is not used"),
         ("{", "is not used"),
-        ("[]", "version"),
-        ({"version": 2}, "not of version 1"),
+        ("[]", "does not hold an object"),
+        ({"version": 2}, "of version 2, not 1"),
         ({"layers": []}, "of a model with other experts"),
         ({"layers": [{"block": 0, "family": "exps", "uses": [1, 2]}]}, "of a model with other experts"),
         ({"layers": 3}, "is not used"),
@@ -158,7 +158,7 @@ def test_when_nothing_is_kept(model_file: ModelFile, cache: Path, options: dict[
 )
 def test_a_list_that_is_stale_or_damaged_is_one_line(model_file: ModelFile, damage: str | bytes | dict[str, object], reason: str) -> None:
     path = model_file("qwen3moe")
-    file = list_path(read_facts(path))
+    file = list_file(read_facts(path)).path
     write_list(read_facts(path), HotList(10.0, {layer: (1.0,) * n for layer, n in hot_list.shape(read_facts(path)).items()}))
     good = json.loads(file.read_text())
     content = json.dumps({**good, **damage}) if isinstance(damage, dict) else damage
@@ -176,10 +176,10 @@ def test_another_model_of_that_name_has_its_own(model_file: ModelFile, tmp_path:
     for path, name in ((first, "qwen3moe"), (second, "gpt-oss")):
         path.parent.mkdir()
         path.write_bytes(model_file(name).read_bytes())
-    assert list_path(read_facts(first)) != list_path(read_facts(second))
+    assert list_file(read_facts(first)).path != list_file(read_facts(second)).path
     moved = tmp_path / "m.gguf"
     moved.symlink_to(first)
-    assert list_path(read_facts(moved)) == list_path(read_facts(first))
+    assert list_file(read_facts(moved)).path == list_file(read_facts(first)).path
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(model_file: ModelFile, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -252,4 +252,4 @@ def test_llama_keeps_a_list_too(model_file: ModelFile) -> None:
             llama.create_completion("a b c", max_tokens=8, temperature=0)
         finally:
             llama.close()
-    assert list_path(read_facts(path)).exists()
+    assert list_file(read_facts(path)).path.exists()

@@ -27,7 +27,7 @@ from tinyserve_gguf.facts import read_facts
 from tinyserve_gguf.hot_list import HotList
 from tinyserve_gguf.miss import MissOptions
 from tinyserve_gguf.miss_guard import MeasuredSplit, all_on_cpu, resident_bytes, tightest_split
-from tinyserve_gguf.miss_memory import memory_path, remember_splits
+from tinyserve_gguf.miss_memory import remember_splits
 from tinyserve_gguf.miss_tuning import file_key
 from tinyserve_gguf.model import Model, load
 from tinyserve_gguf.needs import Setting, compute_bytes
@@ -319,7 +319,7 @@ class Bench:
             for row in self.rows
             if row.runner == "llama.cpp" and row.n_cpu_moe and row.rate and (row.test or "").startswith("tg")
         ]
-        trouble = remember_splits(memory_path(), file_key(self.facts, self.device), splits) if splits else None
+        trouble = remember_splits(file_key(self.facts, self.device), splits) if splits else None
         self.notes += [trouble] if trouble else []
 
     def _run_stock(self, n_cpu_moe: int) -> None:

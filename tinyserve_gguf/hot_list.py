@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.facts import ModelFacts
-from tinyserve_gguf.outfile import OutputFile
-from tinyserve_gguf.user_files import cache_dir
+from tinyserve_gguf.kept import UNUSABLE, KeptFile
 
-VERSION = 1  # raise it when the contents change their meaning
 HALF_LIFE = 4096  # decoded graphs after which a use counts half. The pools forget in 128: they follow the text, the list follows the user
 Layer = tuple[int, str]  # block of the model, family of experts
 
@@ -42,10 +38,10 @@ class HotList:
         return HotList(kept * self.graphs + later.graphs, uses)
 
 
-def list_path(facts: ModelFacts) -> Path:
-    """Where the list of this model file lies. The file is known by its name and size, as in `miss_memory`: it may move."""
+def list_file(facts: ModelFacts) -> KeptFile:
+    """Where the list of this model file is kept. The model file is known by its name and size, as in `miss_memory`: it may move."""
     key = b"%s | %d bytes" % (os.fsencode(facts.path.name), facts.file_bytes)
-    return cache_dir() / "hot" / f"{facts.path.stem[:80]}-{hashlib.sha256(key).hexdigest()[:12]}.json"
+    return KeptFile("hot", f"{facts.path.stem[:80]}-{hashlib.sha256(key).hexdigest()[:12]}.json", version=1)
 
 
 def shape(facts: ModelFacts) -> dict[Layer, int]:
@@ -55,34 +51,23 @@ def shape(facts: ModelFacts) -> dict[Layer, int]:
 
 def read_list(facts: ModelFacts) -> tuple[HotList | None, str | None]:
     """What was kept, and a line about a file that cannot be used."""
+    file = list_file(facts)
     try:
-        path = list_path(facts)
-        return _parse(path.read_text("utf-8"), shape(facts)), None
-    except FileNotFoundError:
-        return None, None
-    except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
-        name = str(path) if "path" in locals() else "the list"
-        return None, f"{name} is not used: {error or type(error).__name__}"
+        content = file.read()
+        return (None if content is None else _parse(content, shape(facts))), None
+    except UNUSABLE as error:
+        return None, file.not_used(error)
 
 
 def write_list(facts: ModelFacts, found: HotList) -> str | None:
     """Keep it. A line, if it cannot be written."""
     layers = [{"block": block, "family": family, "uses": [round(n, 2) for n in uses]} for (block, family), uses in found.uses.items()]
-    content = {"version": VERSION, "model": facts.path.name, "graphs": round(found.graphs, 2), "layers": layers}
-    try:
-        path = list_path(facts)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        OutputFile(path).write_text(json.dumps(content, separators=(",", ":")) + "\n")
-    except (OSError, RuntimeError, OptionError) as error:
-        return f"the hot list cannot be kept: {error}"
-    return None
+    trouble = list_file(facts).write({"model": facts.path.name, "graphs": round(found.graphs, 2), "layers": layers}, indent=None)
+    return f"the hot list cannot be kept: {trouble}" if trouble else None
 
 
-def _parse(text: str, wanted: dict[Layer, int]) -> HotList:
-    """ValueError, TypeError or KeyError if it is damaged, of another version, or of another model."""
-    content = json.loads(text)
-    if not isinstance(content, dict) or content.get("version") != VERSION:
-        raise ValueError(f"it is not of version {VERSION}")
+def _parse(content: dict[str, Any], wanted: dict[Layer, int]) -> HotList:
+    """One of UNUSABLE if it is damaged, or of another model."""
     uses = {(int(one["block"]), str(one["family"])): tuple(float(n) for n in one["uses"]) for one in content["layers"]}
     graphs = float(content["graphs"])
     if {layer: len(counts) for layer, counts in uses.items()} != wanted:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from tinyserve_gguf.errors import OptionError
-from tinyserve_gguf.outfile import OutputFile
-from tinyserve_gguf.user_files import cache_dir
+from tinyserve_gguf.kept import UNUSABLE, KeptFile
 
-VERSION = 1  # of the file: raise it when the contents change their meaning
+MEMORY = KeptFile("machine.json", version=1)
 
 # Where nothing was measured or given. Bytes per second, but for `prefill`: numbers multiplied and added per second, twice as many flops.
 ASSUMED_LINK = 12e9  # PCIe 3.0 x16 or 4.0 x8
@@ -96,55 +93,41 @@ class Measured:
     rates: dict[str, float]
 
 
-def memory_path() -> Path:
-    """In the cache directory."""
-    return cache_dir() / "machine.json"
-
-
-def recall(path: Path, device: str) -> tuple[Measured | None, str | None]:
+def recall(device: str) -> tuple[Measured | None, str | None]:
     """What was measured on this machine with a device, and a line about a file that cannot be used."""
     try:
-        found = _read(path).get(_key(device))
+        found = _machines().get(_key(device))
         if found is None:
             return None, None
         values = {str(name): float(value) for name, value in found["rates"].items()}
         if not all(0 < value < math.inf for value in values.values()):
             raise ValueError("a rate is no rate")
         return Measured(device, str(found["when"]), values), None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return None, f"what doctor remembered in {path} is not used: {error or type(error).__name__}"
+    except UNUSABLE as error:
+        return None, f"what doctor remembered in {MEMORY.not_used(error)}"
 
 
-def remember(path: Path, measured: Measured) -> str | None:
+def remember(measured: Measured) -> str | None:
     """Keep what was measured; other devices and machines stay. A line, if it cannot be written."""
     try:
-        machines = _read(path)
-    except (OSError, ValueError):
+        machines = _machines()
+    except UNUSABLE:
         machines = {}  # unusable, which `recall` says
     machines[_key(measured.device)] = {"when": measured.when, "rates": measured.rates}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        OutputFile(path).write_text(json.dumps({"version": VERSION, "machines": machines}, indent=2) + "\n")
-    except (OSError, OptionError) as error:
-        return f"the measurements cannot be remembered: {error}"
-    return None
+    trouble = MEMORY.write({"machines": machines})
+    return f"the measurements cannot be remembered: {trouble}" if trouble else None
 
 
 def _key(device: str) -> str:
     return f"{platform.node()} | {device} | {os.cpu_count()} cores"
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The machines of the file; none if there is no file. ValueError if it is damaged or of another version."""
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return {}
-    if not isinstance(content, dict) or not isinstance(content.get("machines"), dict):
-        raise ValueError("it does not hold measurements")
-    if content.get("version") != VERSION:
-        raise ValueError(f"it is of version {content.get('version')}, not {VERSION}")
-    return dict(content["machines"])
+def _machines() -> dict[str, Any]:
+    """Of the file; none if there is no file. One of UNUSABLE if it cannot be used."""
+    machines = (MEMORY.read() or {"machines": {}}).get("machines")
+    if not isinstance(machines, dict):
+        raise TypeError("it does not hold measurements")
+    return machines
 
 
 def with_link(machine: Machine, bytes_per_second: float) -> Machine:

@@ -11,7 +11,7 @@ from tinyserve_gguf.facts import ModelFacts
 from tinyserve_gguf.miss import MissOptions, candidates
 from tinyserve_gguf.miss_auto import Choice, Tuner
 from tinyserve_gguf.miss_guard import BreakEven, Costs, Decoded, Split, rival
-from tinyserve_gguf.miss_memory import machine_and_file, memory_path, recall, recall_splits, remember, situation
+from tinyserve_gguf.miss_memory import machine_and_file, recall, recall_splits, remember, situation
 
 LINK_PROBE = 64 << 20  # bytes, copied LINK_REPEATS times: some 30 ms on a slow link
 LINK_REPEATS = 4
@@ -26,7 +26,7 @@ class Rival:
         self._pager, self._facts, self._threads = pager, facts, n_threads
         self._room = stats.pool_bytes + stats.stage_bytes
         self.applies = not device.is_cpu and not stats.all_resident
-        self._known, self.trouble = recall_splits(memory_path(), file_key(facts, device)) if self.applies else ([], None)
+        self._known, self.trouble = recall_splits(file_key(facts, device)) if self.applies else ([], None)
 
     def split(self, found: Costs) -> Split | None:
         """At these costs."""
@@ -74,7 +74,7 @@ class Tuning:
             link_gbps=link_gbps,
         )
         self._remembers = misses.remember
-        known, trouble = recall(memory_path(), self._key) if misses.remember else (None, None)
+        known, trouble = recall(self._key) if misses.remember else (None, None)
         self._notes = [line for line in (trouble or against.trouble,) if line]
         if known and _overtaken(known, against):
             known = None
@@ -111,7 +111,7 @@ class Tuning:
         return f"{self._pager.miss}; auto: {choice.line()}" + (", as remembered" if choice is self._known else "")
 
     def _chosen(self, choice: Choice) -> None:
-        unwritten = remember(memory_path(), self._key, choice) if self._remembers else None
+        unwritten = remember(self._key, choice) if self._remembers else None
         self._notes += [unwritten] if unwritten else []
 
 

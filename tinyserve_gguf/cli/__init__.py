@@ -169,7 +169,7 @@ def _read_config(context: click.Context, _parameter: click.Parameter, given: Pat
     """Runs before the other options are read. A broken file stops every command but `--version` and `--help`."""
     try:
         path = given or config_path()
-    except RuntimeError:  # no home, so there is no such file
+    except OptionError:  # no home, so there is no such file
         return None
     if context.resilient_parsing or (given is None and not path.exists()):
         return None

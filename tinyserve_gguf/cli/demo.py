@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -23,11 +25,13 @@ def demo() -> None:
     from tinyserve_gguf.demo import build_demo
 
     columns = (TextColumn("building the demo model"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        tasks: list[TaskID] = []  # made when building starts: no bar for a model that is there
+    bar = Progress(*columns, console=Console(stderr=True))
+    with ExitStack() as shown:
+        tasks: list[TaskID] = []  # made when building starts: no bar, and no empty line in its place, for a model that is there
 
         def report(done: int, total: int) -> None:
             if not tasks:
+                shown.enter_context(bar)
                 tasks.append(bar.add_task("", total=total))
             bar.update(tasks[0], completed=done)
 

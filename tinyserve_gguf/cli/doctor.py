@@ -33,14 +33,14 @@ def doctor(model: str | None, as_json: bool) -> None:
     Takes some seconds, as it measures: the link, memory, expert matmuls. `info` uses what it found. Exit code 1 if something is broken.
     """
     from tinyserve_gguf.doctor import examine
-    from tinyserve_gguf.machine import Measured, memory_path, remember
+    from tinyserve_gguf.machine import MEMORY, Measured, remember
 
     errors = Console(stderr=True)
     with errors.status("looking") as status:
         report = examine(model, lambda what: status.update(f"looking at: {what}"))
-    note = remember(memory_path(), Measured(report.device, date.today().isoformat(), report.rates)) if report.rates else None
+    note = remember(Measured(report.device, date.today().isoformat(), report.rates)) if report.rates else None
     if as_json:
-        click.echo(json.dumps(report.as_dict() | {"remembered": None if note or not report.rates else str(memory_path())}, indent=2))
+        click.echo(json.dumps(report.as_dict() | {"remembered": None if note or not report.rates else str(MEMORY)}, indent=2))
     else:
         console = Console(markup=False, emoji=False, highlight=False)
         if not console.is_terminal:
@@ -55,7 +55,7 @@ def doctor(model: str | None, as_json: bool) -> None:
         console.print(table)
         console.print(f"\n{report.works}")
         if report.rates and not note:
-            console.print(f"measured rates are kept in {memory_path()}; info uses them")
+            console.print(f"measured rates are kept in {MEMORY}; info uses them")
     if note:
         click.echo(note, err=True)
     if report.is_broken:

@@ -51,7 +51,7 @@ def pipe_reader(stream: BinaryIO) -> Callable[[str], str]:
 
 
 def history_file() -> Path:
-    """Where the chat history lies: under $XDG_STATE_HOME if that is an absolute path, else ~/.local/state. RuntimeError without a home."""
+    """Where the chat history lies: under $XDG_STATE_HOME if that is an absolute path, else ~/.local/state. OptionError without a home."""
     return state_dir() / "chat-history"
 
 
@@ -72,7 +72,7 @@ class TerminalReader:
         try:
             self._history = history_file()
             self._load_history(self._history, readline)
-        except (OSError, RuntimeError) as error:
+        except (OSError, OptionError) as error:
             self._give_up(error)
 
     def __call__(self, prompt: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from tinyserve_gguf.estimate import Estimate, estimate
 from tinyserve_gguf.facts import ModelFacts
 from tinyserve_gguf.kv import KvOptions
-from tinyserve_gguf.machine import Machine, memory_path, rates, recall
+from tinyserve_gguf.machine import Machine, rates, recall
 from tinyserve_gguf.plan import GIB, Budget, size
 
 
@@ -77,7 +77,7 @@ def machine_of(asked: Asked) -> tuple[Machine, list[str]]:
     free = 0 if here.is_cpu else device_facts(here).free
     vram = free if asked.vram is None else int(asked.vram * GIB)
     ram = host_memory().available if asked.ram is None else int(asked.ram * GIB)
-    known, trouble = recall(memory_path(), here.name)
+    known, trouble = recall(here.name)
     notes = [trouble] if trouble else []
     measured = dict(known.rates) if known else {}
     if here.is_cpu and vram:  # what was measured without a GPU says nothing of one

@@ -33,7 +33,7 @@ Commands = Mapping[str, click.Command]
 
 
 def config_path() -> Path:
-    """The file that is read by default. RuntimeError without a home."""
+    """The file that is read by default. OptionError without a home."""
     return config_dir() / "config.toml"
 
 
