@@ -2,7 +2,8 @@
 
 The candidates take turns. Each turn begins with tokens that are not counted, while experts and kernels settle. Who is clearly slower than the best
 so far leaves after a few tokens, and of the ways that use the CPU the first stands for all: where it is clearly too slow the others are not tried.
-Whoever is left takes a second turn, which decides. Fetching gives the bits of llama.cpp, so another way must be faster by a margin.
+Those that are close take more turns, in turned order each time, as a token takes longer or shorter by how many experts it happens to miss; all that
+they took counts. Fetching gives the bits of llama.cpp, so another way must be faster by a margin.
 
 Then the guard: if llama.cpp's own split of the same memory would be faster than the best of them, as measured or estimated, its placement takes
 a turn too, and stays only if that is true.
@@ -23,10 +24,10 @@ STEADY = 0.02
 WARM_MOST = 128  # but no longer. In a cold cache everything is slow, and the difference does not show
 TURN = 24  # tokens of one turn,
 SETTLE = 6  # of which the first do not count
-EARLY = 4  # counted tokens after which a turn may end
 TOO_SLOW = 1.25  # times the best so far: leaves early,
-HOPELESS = 1.4  # and if the first way that uses the CPU takes so many times as long, the others are not tried
-CLOSE = 1.1  # times the best: takes a second turn
+EARLY, LATER = 4, 8  # if so many tokens took that long, every one of them, or most of them
+HOPELESS = 1.4  # if the first way that uses the CPU takes so many times as long, the others are not tried
+CLOSE = (1.15, 1.1, 1.05)  # times the best: takes a second turn, a third and a fourth
 MARGIN = 1.03  # that another way must be faster than fetching
 WINDOW = 64  # tokens over which the choice is watched
 SHIFTED_TIME = 1.3  # a window is another world if its tokens take so many times longer or shorter,
@@ -73,6 +74,11 @@ class _Turn:
     @property
     def counted(self) -> list[float]:
         return self.times[SETTLE:]
+
+    def is_slower_than(self, seconds: float) -> bool:
+        """Beyond what chance does to a few tokens."""
+        n = len(self.counted)
+        return n >= EARLY and (min(self.counted) > seconds or (n >= LATER and median(self.counted) > seconds))
 
 
 class Tuner:
@@ -129,7 +135,8 @@ class Tuner:
         self.choice = None
         self._warming, self._warmed, self._before, self._rate = cold, 0, self._counts(), -1.0
         self._round = 1
-        self._results: dict[str, float] = {}  # label -> median seconds a token, of its latest turn
+        self._counted: dict[str, list[float]] = {}  # label -> seconds of its counted tokens
+        self._results: dict[str, float] = {}  # label -> their median
         self._costs = Costs()
         self._rival: Split | None = None
         self._queue = list(self._candidates)
@@ -161,10 +168,10 @@ class Tuner:
             return
         enough = len(turn.times) == TURN
         others = [time for name, time in self._results.items() if name != label(turn.miss)]
-        slow = len(turn.counted) >= EARLY and bool(others) and median(turn.counted) > TOO_SLOW * min(others)
-        if not enough and not slow:
+        if not enough and not (others and turn.is_slower_than(TOO_SLOW * min(others))):
             return
-        self._results[label(turn.miss)] = median(turn.counted)
+        self._counted.setdefault(label(turn.miss), []).extend(turn.counted)
+        self._results[label(turn.miss)] = median(self._counted[label(turn.miss)])
         if turn.miss != LAYERS:
             seen = self._counts().since(turn.before)
             self._costs = self._costs.best(costs(turn.miss.mode, median(turn.counted), seen, len(turn.times), self._link_rate))
@@ -172,8 +179,8 @@ class Tuner:
             self._queue.clear()
         if self._queue:
             self._next()
-        elif self._round == 1 and len(again := self._close()) > 1:
-            self._round, self._queue = 2, again
+        elif label(LAYERS) not in self._counted and self._round <= len(CLOSE) and len(again := self._close()) > 1:
+            self._round, self._queue = self._round + 1, again
             self._next()
         else:
             self._decide()
@@ -184,9 +191,10 @@ class Tuner:
         self._notes.append("misses: fetched, as the CPU cannot compute those of this model")
 
     def _close(self) -> list[Miss]:
-        """Those worth a second turn, in reverse: what the cache learns meanwhile shall not favour the same ones twice."""
-        best = min(self._results.values())
-        return [miss for miss in reversed(self._candidates) if self._results.get(label(miss), best * 2 * CLOSE) <= CLOSE * best]
+        """Those worth another turn, in turned order: what the cache learns meanwhile shall favour none of them."""
+        limit = CLOSE[self._round - 1] * min(self._results.values())
+        close = [miss for miss in self._candidates if self._results.get(label(miss), 2 * limit) <= limit]
+        return close[::-1] if self._round % 2 else close
 
     def _best(self, tried: Sequence[Miss]) -> Miss:
         return min(tried, key=lambda miss: self._results[label(miss)] * (1 if miss.mode == "fetch" else MARGIN))
