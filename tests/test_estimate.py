@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from geometries import GPT_OSS_20B, QWEN3_30B
 from gguf import GGUFWriter
 
 from tinyserve_gguf.dryrun import DryRun
@@ -29,38 +30,6 @@ from tinyserve_gguf.plan import GIB, Budget
 # Its prefill is what llama.cpp reached with everything on the GPU.
 H200 = Machine("H200", 140 * GIB, 128 * GIB, rates({"link": 54.1e9, "gpu": 4.8e12, "cpu": 42e9, "prefill": 36e12}))
 LAPTOP = Machine("laptop", 8 * GIB, 32 * GIB, rates(link_gbps=12, mem_gbps=60, gpu_gbps=288))
-
-GPT_OSS_20B = Geometry(
-    name="gpt-oss-20b",
-    architecture="gpt-oss",
-    n_blocks=24,
-    n_expert=32,
-    n_used=4,
-    embedding_length=2880,
-    expert_ff=2880,
-    vocabulary=201088,
-    other_weights=24 * (2 * 2880 * 4096 + 2 * 2880 * 512 + 32 * 2880),
-    kv_numbers=24 * 2 * 512,
-    context_length=131072,
-    expert_bits=4.25,
-    other_bits=8.5,
-    sliding_window=128,
-)
-QWEN3_30B = Geometry(
-    name="qwen3-30b-a3b",
-    architecture="qwen3moe",
-    n_blocks=48,
-    n_expert=128,
-    n_used=8,
-    embedding_length=2048,
-    expert_ff=768,
-    vocabulary=151936,
-    other_weights=48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 2048 * 128),
-    kv_numbers=48 * 2 * 512,
-    context_length=131072,
-    expert_bits=4.5,
-    other_bits=4.5,
-)
 
 # README, Results: (geometry, expert cache, hit rate, decode, prefill of 2k); batches of 2,048, llama.cpp's unpaged rates are in the rows of 100 %
 MEASURED = [

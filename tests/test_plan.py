@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import geometries
 import pytest
 import synthetic
 
 from tinyserve_gguf.errors import CapacityError, OptionError
 from tinyserve_gguf.facts import ModelFacts, read_facts
-from tinyserve_gguf.geometry import Geometry
 from tinyserve_gguf.kv import KvOptions
 from tinyserve_gguf.needs import Setting, compute_bytes, context_bytes, kv_bytes_per_token, weight_bytes
 from tinyserve_gguf.plan import GIB, MIB, Budget, CacheSpec, DeviceFacts, Plan, size
@@ -18,23 +18,7 @@ from tinyserve_gguf.planner import LEAST_RESERVE, make_plan, pick_ubatch
 
 GPU = DeviceFacts("CUDA0", 8 * GIB, is_cpu=False, ram=32 * GIB)
 CPU = DeviceFacts("CPU", 8 * GIB, is_cpu=True)
-
-# Numbers of its config.json; Q4_K experts, Q6_K for the rest
-QWEN3_30B = Geometry(
-    name="Qwen3-30B-A3B",
-    architecture="qwen3moe",
-    n_blocks=48,
-    n_expert=128,
-    n_used=8,
-    embedding_length=2048,
-    expert_ff=768,
-    vocabulary=151936,
-    other_weights=48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 2048 * 128),
-    kv_numbers=48 * 2 * 512,
-    context_length=40960,
-    expert_bits=4.5,
-    other_bits=6.5625,
-)
+QWEN3_30B = replace(geometries.QWEN3_30B, context_length=40960, other_bits=6.5625)  # without YaRN; Q6_K for what is no expert
 
 
 @pytest.fixture(scope="module")
