@@ -167,6 +167,7 @@ def test_another_machine(tmp_path: Path) -> None:
     assert found["machine"]["vram"] == 8 << 30
     assert found["machine"]["rates"]["link"] == {"per_second": 12e9, "source": "assumed"}
     assert (found["plan"]["n_slots"], found["plan"]["host_rung"], found["plan"]["is_exact"]) == (16, "none", False)
+    assert "context: 256 tokens in place of -c 300, as the model was trained with no more" in lines(path, "--vram", "8", "-c", "300")
 
 
 @pytest.mark.usefixtures("nothing_measured")

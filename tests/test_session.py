@@ -295,6 +295,8 @@ def test_context_is_at_most_the_models(model_file: ModelFile) -> None:
         with opened(path, n_ctx=asked) as model:
             assert model.n_ctx == given
             assert model.session().n_ctx == given
+            said = [line for line in model.lines() if line.startswith("context: ")]
+            assert said == (["context: 1,024 tokens in place of -c 100000, as the model was trained with no more"] if asked > given else [])
 
 
 # ---- sampling -------------------------------------------------------------------------------------------------------------------------------

@@ -42,6 +42,13 @@ class ContextSpec:
         asked = self.window.size if self.window else DEFAULT_CTX if self.n_ctx is None else self.n_ctx
         return asked if asked and self.any_length else min(asked or facts.context_length, facts.context_length or asked)
 
+    def cut(self, facts: ModelFacts) -> list[str]:
+        """A line, if that is less than was asked for."""
+        length = self.length(facts)
+        if not self.n_ctx or length == self.n_ctx:
+            return []
+        return [f"context: {length:,} tokens in place of -c {self.n_ctx}, as the model was trained with no more"]
+
 
 @dataclass(frozen=True, slots=True)
 class ContextPlan:
@@ -86,7 +93,8 @@ def plan_window(facts: ModelFacts, window: Window, kv: KvOptions, device: Device
 
 def plan_context(facts: ModelFacts, spec: ContextSpec, device: Device, *, n_ubatch: int, n_threads: int) -> ContextPlan:
     """OptionError if the spec does not go with the model or the device."""
-    lines = [] if spec.kv == KvOptions() else [f"KV cache: {spec.kv.line(uses_flash(facts, spec.kv, device))}"]
+    lines = spec.cut(facts)
+    lines += [] if spec.kv == KvOptions() else [f"KV cache: {spec.kv.line(uses_flash(facts, spec.kv, device))}"]
     options = ContextOptions(
         n_ctx=spec.length(facts),
         n_batch=n_ubatch,

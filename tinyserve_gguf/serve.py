@@ -62,18 +62,15 @@ def open_llama(
     spec = ContextSpec.of(n_ctx, window, sinks, kv_type, kv_type_v, flash_attn)
     check_split_mode(split_mode)
     budget = Budget.of(vram, vram_reserve, ram)
+    length, lines = spec.length(facts), spec.cut(facts)
+    leaves_room = n_parallel > 1 and facts.is_moe and CacheSpec.parse(expert_cache).kind == "auto"
+    together = ContextSpec(n_parallel * length, None, spec.kv, any_length=True) if leaves_room else spec
     plan, chosen = plan_for(
-        facts, expert_cache=expert_cache, device=device, context=spec, n_ubatch=n_ubatch, budget=budget, tensor_split=tensor_split
+        facts, expert_cache=expert_cache, device=device, context=together, n_ubatch=n_ubatch, budget=budget, tensor_split=tensor_split
     )
-    lines = []
-    if n_parallel > 1 and facts.is_moe and CacheSpec.parse(expert_cache).kind == "auto":
-        together = ContextSpec(n_parallel * spec.length(facts), None, spec.kv, any_length=True)
-        plan, chosen = plan_for(
-            facts, expert_cache=expert_cache, device=device, context=together, n_ubatch=n_ubatch, budget=budget, tensor_split=tensor_split
-        )
+    if leaves_room:
         expert_cache = str(plan.n_slots)
         lines.append(f"expert cache with room for {n_parallel} contexts: {plan.reason}")
-    length = spec.length(facts)
     threads = n_threads or default_threads()
     options: dict[str, Any] = {"window": window, "sinks": sinks} if window is not None else {"n_ctx": length}
     if flash_attn != "auto":

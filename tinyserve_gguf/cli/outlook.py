@@ -7,7 +7,6 @@ from typing import Any
 
 from tinyserve_gguf.estimate import Estimate, estimate
 from tinyserve_gguf.facts import ModelFacts
-from tinyserve_gguf.kv import KvOptions
 from tinyserve_gguf.machine import Machine, rates, recall
 from tinyserve_gguf.plan import GIB, Budget, size
 
@@ -59,12 +58,13 @@ class Outlook:
 
 def outlook(facts: ModelFacts, asked: Asked) -> Outlook:
     """OptionError for options that mean nothing, or that would be ignored."""
+    from tinyserve_gguf.context import ContextSpec  # loads llama.cpp
+
     machine, notes = machine_of(asked)
     budget = Budget.of(reserve=asked.vram_reserve)
-    n_ctx = 4096 if asked.n_ctx is None else asked.n_ctx
-    kv = KvOptions(asked.kv_type, asked.kv_type_v or asked.kv_type)
-    found = estimate(facts, machine, n_ctx=n_ctx, kv=kv, n_ubatch=asked.n_ubatch, expert_cache=asked.expert_cache, budget=budget)
-    return Outlook(machine, found, tuple(notes))
+    spec = ContextSpec.of(asked.n_ctx, None, None, asked.kv_type, asked.kv_type_v, "auto")
+    found = estimate(facts, machine, n_ctx=spec.length(facts), kv=spec.kv, n_ubatch=asked.n_ubatch, expert_cache=asked.expert_cache, budget=budget)
+    return Outlook(machine, found, (*spec.cut(facts), *notes))
 
 
 def machine_of(asked: Asked) -> tuple[Machine, list[str]]:
