@@ -143,6 +143,24 @@ def test_roles(model_file: ModelFile) -> None:
         assert (expert.gate is None, expert.up is None, expert.down is None, expert.gate_up is None) == (True, False, False, True)
 
 
+def test_what_a_python_prompt_shows(model: Model) -> None:
+    """Handles, facts and plans are looked at by hand: a line each, not every tensor of the model."""
+    expert = model.experts[1, 2]
+    n_bytes = f"<expert 2 of layer 1: {expert.n_bytes:,} bytes, "
+    assert repr(expert) == n_bytes + "in host memory>"
+    expert.pin()
+    assert repr(expert) == n_bytes + f"pinned in slot {expert.slot}>"
+    expert.unpin()
+    assert repr(expert) == n_bytes + f"slot {expert.slot}>"
+    assert repr(expert.down) == "<blk.1.ffn_down_exps.weight[2]: MXFP4 [64, 96]>"
+    assert repr(model.experts) == "<24 experts in 3 layers>"
+    assert repr(model) == f"<Model {model.facts.name!r}: 6 slots on CPU>"
+    assert max(len(repr(model.facts)), len(repr(model.plan))) < 2000
+    model.close()
+    assert repr(expert) == n_bytes + "closed>"
+    assert repr(model) == f"<Model {model.facts.name!r}>"
+
+
 def test_wrong_numbers(model_file: ModelFile) -> None:
     with opened(model_file("deepseek2-mtp")) as model:
         assert model.experts.layers == [1, 2]

@@ -27,6 +27,9 @@ class ExpertWeight:
     part: int
     facts: PartFacts
 
+    def __repr__(self) -> str:
+        return f"<{self.facts.weight.name}[{self.expert}]: {self.type} {list(self.shape)}>"
+
     @property
     def type(self) -> str:
         """ggml type, such as "Q4_K"."""
@@ -73,6 +76,16 @@ class Expert:
     layer: int  # block of the model
     expert: int
     facts: ExpertLayer
+
+    def __repr__(self) -> str:
+        family = "" if self.facts.family == "exps" else f" of {self.facts.family}"
+        try:
+            state = self.state
+        except OptionError:
+            where = "closed"
+        else:
+            where = ("pinned in " if state.pinned else "") + f"slot {state.slot}" if state.slot >= 0 else "in host memory"
+        return f"<expert {self.expert}{family} of layer {self.layer}: {self.n_bytes:,} bytes, {where}>"
 
     def _weight(self, role: str) -> ExpertWeight | None:
         for i, part in enumerate(self.facts.parts):
@@ -161,6 +174,9 @@ class Experts:
     def __init__(self, pager: Pager, layers: dict[tuple[int, str], tuple[int, ExpertLayer]]) -> None:
         self.pager = pager
         self._layers = layers
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} experts in {len(self._layers)} layers>"
 
     def __getitem__(self, key: tuple[int, int] | tuple[int, int, str]) -> Expert:
         """KeyError with the valid range if there is no such layer or expert. GroveMoE's second family: `experts[layer, expert, "chexps"]`."""

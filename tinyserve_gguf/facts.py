@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -132,10 +132,10 @@ class ModelFacts:
     context_length: int  # tokens, as trained
     embedding_length: int
     file_bytes: int  # all shards
-    tensors: tuple[TensorFacts, ...]
-    expert_layers: tuple[ExpertLayer, ...]  # computed ones, by block
-    idle_layers: tuple[ExpertLayer, ...]  # experts of idle blocks
-    groups: tuple[LayoutGroup, ...]  # of expert_layers, in order of their first block
+    tensors: tuple[TensorFacts, ...] = field(repr=False)
+    expert_layers: tuple[ExpertLayer, ...] = field(repr=False)  # computed ones, by block
+    idle_layers: tuple[ExpertLayer, ...] = field(repr=False)  # experts of idle blocks
+    groups: tuple[LayoutGroup, ...] = field(repr=False)  # of expert_layers, in order of their first block
     attention: Attention
 
     @property

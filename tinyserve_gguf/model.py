@@ -223,6 +223,9 @@ class Model:
         """False for a dense model."""
         return self._pager is not None
 
+    def __repr__(self) -> str:
+        return f"<Model {self.facts.name!r}: {self.plan.n_slots} slots on {self.plan.device.name}>" if self._pager else f"<Model {self.facts.name!r}>"
+
     @property
     def experts(self) -> Experts:
         """`experts[layer, expert]`. OptionError on a dense model."""

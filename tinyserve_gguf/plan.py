@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.facts import LayoutGroup, ModelFacts
@@ -76,7 +76,7 @@ class DeviceFacts:
 class PoolPlan:
     """One pool: slots for the experts of one layout."""
 
-    group: LayoutGroup
+    group: LayoutGroup = field(repr=False)
     n_slots: int
     n_stages: int = 1  # 2 on a GPU: one layer is copied while another computes
     n_spare: int = 1  # slots of zeros behind the last: CUDA's matmuls read past it. Where the CPU computes misses one more, which stands for them
