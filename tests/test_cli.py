@@ -65,7 +65,7 @@ def test_defaults(loaded: list[FakeModel]) -> None:
     run("chat", "m.gguf", "-p", "x")
     assert loaded[0].path == "m.gguf"
     where = {"expert_cache": "auto", "policy": "lfru", "device": "auto", "n_ubatch": None, "n_threads": None} | dict.fromkeys(BUDGET)
-    where |= {"tensor_split": None, "split_mode": "layer"}
+    where |= {"tensor_split": None, "split_mode": "layer", "lora": (), "lora_scaled": ()}
     assert loaded[0].options == CONTEXT | where | {"miss": "fetch", "miss_admit": None, "miss_threads": None, "warm": True}
     ((_, max_tokens, sampling),) = conversations[0].asked
     assert max_tokens == -1
@@ -80,12 +80,14 @@ def test_sampling_defaults_in_help_are_those_of_sampling() -> None:
 def test_every_option_arrives(loaded: list[FakeModel]) -> None:
     where = "-c 99 -b 64 -t 3 --expert-cache 25% --policy slru --device C0,C1 --tensor-split 3,1 --kv-type q8_0 --kv-type-v q4_0 --flash-attn on"
     how = "--miss cpu --miss-admit 4 --miss-threads 2 --vram 8 --vram-reserve 0.5 --ram 24 --no-warm"
+    how += " --lora a,b --lora c --lora-scaled d:0.5,C:/e:-1"
     what = "-p x -n 7 --system S --temp 0 --top-k 5 --top-p 0.5 --min-p 0.1 --repeat-penalty 1.2 --seed 42"
     run("chat", "m", *where.split(), *how.split(), *what.split())
     context = {**CONTEXT, "n_ctx": 99, "kv_type": "q8_0", "kv_type_v": "q4_0", "flash_attn": "on"}
     place = {"expert_cache": "25%", "policy": "slru", "device": "C0,C1", "n_ubatch": 64, "n_threads": 3}
     place |= {"tensor_split": (3.0, 1.0), "split_mode": "layer"}
     place |= {"vram": 8.0, "vram_reserve": 0.5, "ram": 24.0}
+    place |= {"lora": ("a", "b", "c"), "lora_scaled": (("d", 0.5), ("C:/e", -1.0))}
     assert loaded[0].options == context | place | {"miss": "cpu", "miss_admit": 4, "miss_threads": 2, "warm": False}
     assert conversations[0].asked == [("x", 7, Sampling(temp=0, top_k=5, top_p=0.5, min_p=0.1, repeat_penalty=1.2, seed=42))]
     assert conversations[0].messages[0] == {"role": "system", "content": "S"}

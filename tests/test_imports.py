@@ -24,7 +24,7 @@ LAYERS = (
     ("_llama", "_ggufio", "demo", "outfile", "kept"),
     ("_sampler", "facts", "channels", "sequence", "_ops", "_matmul", "_types", "_torch", "float64"),
     ("needs", "geometry", "micro", "check", "hot_list", "hub"),
-    ("plan", "catalog"),
+    ("plan", "catalog", "lora"),
     ("planner", "machine", "cuda_driver", "resolve"),
     ("estimate", "split"),
     ("_shim",),

@@ -178,8 +178,15 @@ def test_adapter(model_file: ModelFile, tmp_path: Path, names: tuple[str, ...]) 
 
 def test_adapter_of_another_model(model_file: ModelFile, tmp_path: Path) -> None:
     file = write_adapter(tmp_path / "lora.gguf", model_file("deepseek2"), ("attn_q_a.weight",))
-    with pytest.raises(ModelFileError, match=r"lora\.gguf: .* mismatch"):
+    with pytest.raises(ModelFileError, match=r"lora\.gguf: is an adapter for deepseek2, and "):
         paged(model_file("mixtral"), lora_path=str(file))
+    for scale in (1.0, 0.0):  # with 0 it changes nothing, but llama-cpp-python opens it
+        with pytest.raises(ModelFileError, match=r"wider\.gguf: llama\.cpp cannot load this adapter: .* incorrect shape"):
+            paged(
+                model_file("mixtral"),
+                lora_path=str(write_adapter(tmp_path / "wider.gguf", model_file("mixtral", embd=128), ("attn_q.weight",))),
+                lora_scale=scale,
+            )
 
 
 def test_one_expert_more_or_less_per_token(model_file: ModelFile) -> None:

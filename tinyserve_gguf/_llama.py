@@ -202,12 +202,28 @@ class NativeModel:
 
     def _use(self, model: Any) -> None:
         self._model = model
+        self._adapters: list[tuple[Any, float]] = []  # freed with the model
         self._vocab = C.llama_model_get_vocab(model)
         self.n_vocab: int = C.llama_vocab_n_tokens(self._vocab)
 
     @property
     def handle(self) -> Any:
         return self._model
+
+    def add_adapter(self, path: str, scale: float) -> None:
+        """Contexts that are made from now on use this LoRA adapter too. ModelFileError if llama.cpp refuses it."""
+        with explained() as cause:
+            adapter = C.llama_adapter_lora_init(self._model, os.fsencode(path))
+            if not adapter:
+                raise ModelFileError(f"{path}: llama.cpp cannot load this adapter: {cause()}")
+        self._adapters.append((adapter, scale))
+
+    def adapt(self, context: Any) -> None:
+        """Give a llama_context the adapters."""
+        n = len(self._adapters)
+        handles, scales = zip(*self._adapters, strict=True) if n else ((), ())
+        if n and C.llama_set_adapters_lora(context, (C.llama_adapter_lora_p_ctypes * n)(*handles), n, (ctypes.c_float * n)(*scales)):
+            raise EngineError("llama.cpp cannot use these adapters in this context")
 
     def close(self) -> None:
         if self._model:
@@ -316,6 +332,7 @@ class NativeContext:
             self._ctx: Any = C.llama_init_from_model(model.handle, params)
             if not self._ctx:
                 raise CapacityError(f"llama.cpp cannot make a context of {options.n_ctx} tokens (try a smaller -c or -b): {cause()}")
+        model.adapt(self._ctx)
         self._use(self._ctx, options.n_batch, owns=True)
 
     @classmethod

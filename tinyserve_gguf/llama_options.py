@@ -15,6 +15,7 @@ from tinyserve_gguf.context import ContextPlan, ContextSpec, plan_context, uses_
 from tinyserve_gguf.errors import OptionError, UnknownOptionError
 from tinyserve_gguf.facts import LayoutGroup, ModelFacts, read_facts
 from tinyserve_gguf.kv import KvOptions
+from tinyserve_gguf.lora import read_adapters
 from tinyserve_gguf.miss import MissOptions
 from tinyserve_gguf.placement import default_threads, pick_device, plan_for
 from tinyserve_gguf.plan import Budget, CacheSpec, Plan
@@ -106,6 +107,8 @@ def decide(path: str, paged: PagedOptions, given: dict[str, Any]) -> Decision:
     n_gpu_layers = given.get("n_gpu_layers")
     where: dict[str, Any] = {"expert_cache": paged.expert_cache, "device": _device_name(paged, asked, n_gpu_layers), "budget": paged.budget}
     where["tensor_split"] = stock.pop("tensor_split", None)
+    if asked["lora_path"] and asked["lora_scale"]:
+        where["adapters"] = read_adapters(facts, (), [(asked["lora_path"], asked["lora_scale"])])
     plan, device = plan_for(facts, context=spec, n_ubatch=n_ubatch, cpu_misses=paged.misses.uses_cpu, **where)
     context = None
     if spec.window or paged.kv_type:

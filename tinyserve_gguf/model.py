@@ -12,13 +12,14 @@ from typing import Any
 from tinyserve_gguf import _llama, _shim
 from tinyserve_gguf._llama import NativeModel, Offload
 from tinyserve_gguf._shim import Device, Pager
-from tinyserve_gguf.choices import ENGINES, POLICIES
+from tinyserve_gguf.choices import ENGINES
 from tinyserve_gguf.context import ContextPlan, ContextSpec, confirm, plan_context
 from tinyserve_gguf.errors import CapacityError, EngineError, ModelFileError, OptionError
 from tinyserve_gguf.experts import Experts
 from tinyserve_gguf.facts import read_facts
 from tinyserve_gguf.group import open_pagers
 from tinyserve_gguf.live import ExpertMap, Resized, read_map, resize
+from tinyserve_gguf.lora import Adapter, read_adapters
 from tinyserve_gguf.miss import MissOptions
 from tinyserve_gguf.miss_tuning import Tuning, Watching, start_misses, watcher
 from tinyserve_gguf.paging import EXPERT_PATTERN, Layers
@@ -31,12 +32,8 @@ from tinyserve_gguf.split import check_split_mode, shares_of
 from tinyserve_gguf.stats import LayerTime, Stats, parts_of
 from tinyserve_gguf.text import until, whole_characters
 from tinyserve_gguf.warm import WarmStart
+from tinyserve_gguf.weights import check_policy
 from tinyserve_gguf.window import WindowCounts
-
-
-def _check_choice(what: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise OptionError(f"the {what} is one of {', '.join(choices)}, not {value!r}")
 
 
 def load(
@@ -65,6 +62,8 @@ def load(
     miss_threads: int | None = None,
     miss_remember: bool = True,
     warm: bool = False,
+    lora: Sequence[str | os.PathLike[str]] = (),
+    lora_scaled: Sequence[tuple[str | os.PathLike[str], float]] = (),
     progress: Callable[[float], bool] | None = None,
 ) -> Model:
     """Open a GGUF model with its routed experts paged through a pool of slots.
@@ -97,12 +96,15 @@ def load(
         miss_threads: threads that compute them; by default `n_threads`, with one core left to the thread that drives the device.
         miss_remember: "auto" keeps its choice in the user's cache directory, and uses one that is kept there.
         warm: fill the slots with the experts that decode used most in earlier runs, and keep count of this one in the user's cache directory.
+        lora: LoRA adapters in GGUF that every session uses, on attention, experts or whatever else they change.
+        lora_scaled: the same as pairs of a file and its scale.
         progress: called with 0..1 while weights are loaded; returning False stops it with an EngineError.
 
     Raises ModelFileError, OptionError or CapacityError, one line each, before anything is left behind.
     """
-    _check_choice("policy", policy, POLICIES)
-    _check_choice("engine", engine, ENGINES)
+    check_policy(policy)
+    if engine not in ENGINES:
+        raise OptionError(f"the engine is one of {', '.join(ENGINES)}, not {engine!r}")
     if link_gbps is not None and link_gbps <= 0:
         raise OptionError(f"the link is above 0 GB/s, not {link_gbps}")
     for name, value in (("-b", n_ubatch), ("-t", n_threads)):
@@ -113,10 +115,14 @@ def load(
         raise OptionError(f"the device engine fetches every miss: --miss {miss} needs --engine auto or host")
     check_split_mode(split_mode)
     spec = ContextSpec.of(n_ctx, window, sinks, kv_type, kv_type_v, flash_attn)
-    asked: dict[str, Any] = {"expert_cache": expert_cache, "device": device, "context": spec, "n_ubatch": n_ubatch, "cpu_misses": misses.uses_cpu}
-    plan, chosen = plan_for(read_facts(path), budget=Budget.of(vram, vram_reserve, ram), ask=True, tensor_split=tensor_split, **asked)
+    facts = read_facts(path)
+    adapters, budget = read_adapters(facts, lora, lora_scaled), Budget.of(vram, vram_reserve, ram)
+    asked: dict[str, Any] = {"expert_cache": expert_cache, "device": device, "tensor_split": tensor_split, "context": spec, "n_ubatch": n_ubatch}
+    plan, chosen = plan_for(facts, budget=budget, cpu_misses=misses.uses_cpu, adapters=adapters, ask=True, **asked)
     context = plan_context(plan.facts, spec, chosen, n_ubatch=plan.n_ubatch, n_threads=n_threads or default_threads())
-    return Model(plan, chosen, policy, spec, context, engine=engine, link_gbps=link_gbps, misses=misses, warm=warm, progress=progress)
+    return Model(
+        plan, chosen, policy, spec, context, engine=engine, link_gbps=link_gbps, misses=misses, warm=warm, adapters=adapters, progress=progress
+    )
 
 
 class Model:
@@ -134,12 +140,14 @@ class Model:
         link_gbps: float | None = None,
         misses: MissOptions = MissOptions(),
         warm: bool = False,
+        adapters: Sequence[Adapter] = (),
         progress: Callable[[float], bool] | None = None,
     ) -> None:
         self.plan = plan
         self.facts = plan.facts
         self.policy = policy
         self.context = context
+        self.adapters = tuple(adapters)
         self._device = device
         self._pager: Pager | None = None
         self._native: NativeModel | None = None
@@ -188,6 +196,8 @@ class Model:
             self._watcher = partial(watcher, *asked)
         elif link_gbps is not None or engine != "auto" or misses.uses_cpu:
             raise OptionError(f"{self.facts.name} is dense: there is no expert engine to choose, no link to slow down and no expert to miss")
+        for adapter in self.adapters:
+            self._native.add_adapter(str(adapter.path), adapter.scale)
 
     def __enter__(self) -> Model:
         return self
@@ -249,7 +259,8 @@ class Model:
         """What was decided and why, for people: the plan, and what could only be known once the model was loaded."""
         engine = [f"engine: {self.engine}; host pool: {self.host_pool}", f"misses: {self.miss}"] if self._pager else []
         warm = [self._warm.text] if self._warm and self._keeps_warm else []
-        return [*self.plan.lines(), *engine, *warm, *self.context.lines]
+        adapters = [f"adapter: {adapter}" for adapter in self.adapters]
+        return [*self.plan.lines(), *engine, *adapters, *warm, *self.context.lines]
 
     @property
     def miss(self) -> str:
@@ -318,7 +329,7 @@ class Model:
 
     def set_policy(self, policy: str) -> None:
         """Change the eviction policy; residency stays."""
-        _check_choice("policy", policy, POLICIES)
+        check_policy(policy)
         self.policy = policy
         if self._pager:
             self._pager.set_policy(policy)

@@ -12,7 +12,8 @@ from tinyserve_gguf.devices import DeviceGroup, device_facts, plan_auto, plan_on
 from tinyserve_gguf.dryrun import DryRun
 from tinyserve_gguf.errors import ModelFileError, OptionError
 from tinyserve_gguf.facts import ModelFacts
-from tinyserve_gguf.needs import Needs, Setting
+from tinyserve_gguf.lora import Adapter, with_adapters
+from tinyserve_gguf.needs import Needs, Setting, estimated_needs
 from tinyserve_gguf.plan import GIB, Budget, CacheSpec, DeviceFacts, Plan
 from tinyserve_gguf.planner import make_plan
 
@@ -47,6 +48,7 @@ def plan_for(
     n_ubatch: int | None = None,
     budget: Budget = Budget(),
     cpu_misses: bool = False,
+    adapters: Sequence[Adapter] = (),
     ask: bool = False,
 ) -> tuple[Plan, Device]:
     """What `load` would decide with these options, and the device or DeviceGroup it is for. Loads nothing. `budget.vram` is for each device. `ask`:
@@ -63,6 +65,9 @@ def plan_for(
     def plan_part(
         part: ModelFacts, spec: CacheSpec, device: DeviceFacts, n_ubatch: int | None, needs: Callable[[Setting], Needs] | None = None
     ) -> Plan:
+        def with_all(setting: Setting) -> Needs:
+            return with_adapters(needs(setting) if needs else estimated_needs(part, setting), adapters, part)
+
         return make_plan(
             part,
             spec,
@@ -73,7 +78,7 @@ def plan_for(
             flash=flash,
             budget=budget,
             cpu_misses=cpu_misses,
-            needs=needs,
+            needs=with_all,
         )
 
     def plan_one(device: Device) -> Plan:

@@ -14,6 +14,7 @@ from tinyserve_gguf._llama import stock_formats
 from tinyserve_gguf.context import ContextSpec
 from tinyserve_gguf.errors import OptionError
 from tinyserve_gguf.facts import read_facts
+from tinyserve_gguf.lora import read_adapters
 from tinyserve_gguf.placement import default_threads, plan_for
 from tinyserve_gguf.plan import Budget, CacheSpec
 from tinyserve_gguf.serve_api import make_app
@@ -55,19 +56,23 @@ def open_llama(
     vram: float | None = None,
     vram_reserve: float | None = None,
     ram: float | None = None,
+    lora: Sequence[str] = (),
+    lora_scaled: Sequence[tuple[str, float]] = (),
     **paging: Any,
 ) -> tuple[ServedLlama, list[str]]:
     """A model with the options of `load`, ready to make contexts; and what was decided and why. Errors as `load` has them."""
     facts = read_facts(path)
     spec = ContextSpec.of(n_ctx, window, sinks, kv_type, kv_type_v, flash_attn)
     check_split_mode(split_mode)
+    adapters = read_adapters(facts, lora, lora_scaled)
+    if len(adapters) > 1:
+        raise OptionError(f"the server takes one LoRA adapter, not {len(adapters)}: llama-cpp-python's Llama, on which it stands, has one")
     budget = Budget.of(vram, vram_reserve, ram)
     length, lines = spec.length(facts), spec.cut(facts)
     leaves_room = n_parallel > 1 and facts.is_moe and CacheSpec.parse(expert_cache).kind == "auto"
     together = ContextSpec(n_parallel * length, None, spec.kv, any_length=True) if leaves_room else spec
-    plan, chosen = plan_for(
-        facts, expert_cache=expert_cache, device=device, context=together, n_ubatch=n_ubatch, budget=budget, tensor_split=tensor_split
-    )
+    where: dict[str, Any] = {"expert_cache": expert_cache, "device": device, "tensor_split": tensor_split}
+    plan, chosen = plan_for(facts, context=together, n_ubatch=n_ubatch, budget=budget, adapters=adapters, **where)
     if leaves_room:
         expert_cache = str(plan.n_slots)
         lines.append(f"expert cache with room for {n_parallel} contexts: {plan.reason}")
@@ -75,6 +80,9 @@ def open_llama(
     options: dict[str, Any] = {"window": window, "sinks": sinks} if window is not None else {"n_ctx": length}
     if flash_attn != "auto":
         options["flash_attn"] = flash_attn == "on"
+    for adapter in adapters:
+        options |= {"lora_path": str(adapter.path), "lora_scale": adapter.scale}
+        lines.append(f"adapter: {adapter}")
     batch = min(plan.n_ubatch, length)
     llama = ServedLlama(
         path,

@@ -69,6 +69,34 @@ class TensorSplit(click.types.StringParamType):
             self.fail(str(error), param, ctx)
 
 
+class Adapters(click.types.StringParamType):
+    """LoRA adapters, several with commas between them as llama.cpp has it; `scaled`: each with a colon and its scale."""
+
+    name = "adapters"
+
+    def __init__(self, *, scaled: bool = False) -> None:
+        self._scaled = scaled
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """A tuple of paths, or of pairs of a path and a scale."""
+        files = [self._split(file, param, ctx) if self._scaled else (file, 1.0) for file in str(value).split(",")]
+        if not all(path for path, _ in files):
+            self.fail(f"{value!r} names no file", param, ctx)
+        return tuple(files if self._scaled else (path for path, _ in files))
+
+    def _split(self, text: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
+        path, _, scale = text.rpartition(":")
+        try:
+            return path, float(scale)
+        except ValueError:
+            self.fail(f"{text!r} is not FILE:SCALE, such as lora.gguf:0.5", param, ctx)
+
+
+def _joined(_context: click.Context, _parameter: click.Parameter, given: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
+    """The values of an option that was given several times, as one."""
+    return tuple(one for several in given for one in several)
+
+
 class FiniteRange(click.FloatRange):
     """A FloatRange without nan and inf, which click lets through."""
 
@@ -207,6 +235,17 @@ warm_option = click.option(
     show_default=True,
     help="Fill the cache with the experts that decode used most in earlier runs, and keep count of this one.",
 )
+lora_option = click.option(
+    "--lora", type=Adapters(), multiple=True, callback=_joined, metavar="FILE[,FILE...]", help="LoRA adapters to use, in GGUF."
+)
+lora_scaled_option = click.option(
+    "--lora-scaled",
+    type=Adapters(scaled=True),
+    multiple=True,
+    callback=_joined,
+    metavar="FILE:SCALE[,...]",
+    help="The same, each with a scale.",
+)
 predict_option = click.option(
     "-n",
     "--predict",
@@ -242,7 +281,8 @@ def placement_options(command: F) -> F:
     misses = (miss_threads_option, miss_admit_option, miss_option)
     devices = (split_mode_option, tensor_split_option, device_option)
     budget = (ram_option, vram_reserve_option, vram_option)
-    for option in (threads_option, ubatch_option, *context, *devices, *misses, policy_option, warm_option, *budget, expert_cache_option):
+    adapters = (lora_scaled_option, lora_option)
+    for option in (threads_option, ubatch_option, *adapters, *context, *devices, *misses, policy_option, warm_option, *budget, expert_cache_option):
         command = option(command)
     return command
 
