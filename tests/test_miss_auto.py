@@ -101,7 +101,7 @@ def test_fetching_wins_unless_another_way_is_faster_by_a_margin() -> None:
 
 def test_where_fetching_is_best_finding_out_costs_little() -> None:
     """The full link: 2 % of 1,000 tokens."""
-    for slow in (1.2, 1.39, 1.5, 2.0, 3.0):
+    for slow in (1.14, 1.2, 1.39, 1.5, 2.0, 3.0):
         world = World(times(1, *[slow] * 3))
         alone = World(times(1, *[1.0] * 3), Choice(FETCH, {}))
         assert world.decode(1000) <= (1.02 if slow >= 1.5 else 1.03) * alone.decode(1000)

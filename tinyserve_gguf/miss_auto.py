@@ -192,12 +192,17 @@ class Tuner:
 
     def _close(self) -> list[Miss]:
         """Those worth another turn, in turned order: what the cache learns meanwhile shall favour none of them."""
-        limit = CLOSE[self._round - 1] * min(self._results.values())
-        close = [miss for miss in self._candidates if self._results.get(label(miss), 2 * limit) <= limit]
+        tried = [miss for miss in self._candidates if label(miss) in self._results]
+        limit = CLOSE[self._round - 1] * min(map(self._weighed, tried))
+        close = [miss for miss in tried if self._weighed(miss) <= limit]
         return close[::-1] if self._round % 2 else close
 
+    def _weighed(self, miss: Miss) -> float:
+        """Seconds a token, with what fetching has ahead."""
+        return self._results[label(miss)] * (1 if miss.mode == "fetch" else MARGIN)
+
     def _best(self, tried: Sequence[Miss]) -> Miss:
-        return min(tried, key=lambda miss: self._results[label(miss)] * (1 if miss.mode == "fetch" else MARGIN))
+        return min(tried, key=self._weighed)
 
     def _decide(self) -> None:
         tried = [miss for miss in (*self._candidates, LAYERS) if label(miss) in self._results]
