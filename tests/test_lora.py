@@ -98,6 +98,18 @@ def test_commands(two: tuple[Path, Path, Path], tmp_path: Path) -> None:
     assert f"adapter: {experts}, scale -2.5, " in said[3].stderr
 
 
+@pytest.mark.parametrize("names", [ATTENTION, EXPERTS], ids=["attention", "experts"])
+def test_it_is_told_once_if_the_cpu_cannot_compute_misses(model_file: ModelFile, tmp_path: Path, names: tuple[str, ...]) -> None:
+    """What an adapter adds within the experts the CPU does not compute, which is known with the first token that misses."""
+    path = model_file("qwen3moe")
+    options = ("--lora", write_adapter(tmp_path / "lora.gguf", path, names), "--miss", "cpu", "--expert-cache", "25%", "--device", "CPU", "-t", "1")
+    done = cli("chat", path, "-n", "12", "--temp", "0", *options, stdin="Hello\nAgain\n/stats\n", cwd=tmp_path)
+    assert done.returncode == 0
+    told = re.findall(r"^misses:? fetched: .* cannot be computed row by row$", done.stderr, re.MULTILINE)
+    assert [line.partition(" ")[0] for line in told] == (["misses:", "misses"] if names is EXPERTS else [])  # a note, and a line of /stats
+    assert "misses: computed by the CPU" in done.stderr  # before
+
+
 def refused(*arguments: str | Path) -> str:
     return error_line(CliRunner().invoke(main, ["chat", *map(str, arguments), "-p", "hi", "--device", "CPU"], prog_name="tinyserve-gguf"))
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from threading import Lock
 
 from tinyserve_gguf._shim import Device, Pager
@@ -122,23 +121,29 @@ def _overtaken(known: Choice, against: Rival) -> bool:
 
 
 class Watching:
-    """The break-even guard of a way that the user chose. Safe to call from any thread."""
+    """Of a way that the user chose: whether the CPU can do its part, and the break-even guard. Safe to call from any thread."""
 
-    def __init__(self, pager: Pager, mode: str, engine: str, link_rate: Callable[[], float], against: Rival) -> None:
-        self._pager, self._lock = pager, Lock()
-        self._notes = [line for line in (against.trouble,) if line]
-        advice = "--miss auto tries what is faster here" + (", without --engine device" if engine == "device" else "")
-        self._guard = BreakEven(mode, advice=advice, counts=lambda: _decoded(pager), link_rate=cache(link_rate), split=against.split_measured_now)
+    def __init__(self, pager: Pager, misses: MissOptions, guard: BreakEven | None, trouble: str | None) -> None:
+        self._pager, self._lock, self._guard = pager, Lock(), guard
+        self._notes = [trouble] if trouble else []
+        self._n = 0  # tokens
+        self._may_fail = misses.uses_cpu and not pager.stats().cpu_cannot  # what is known now is in `text`
 
     def decoded(self, seconds: float) -> None:
         """A token took so long."""
         with self._lock:
-            self._guard.step(seconds)
+            self._n += 1
+            if self._may_fail and self._n & (self._n - 1) == 0 and self._pager.stats().cpu_cannot:  # seldom asked: at the powers of two
+                self._may_fail = False
+                self._notes.append(f"misses: {self._pager.miss}")
+            if self._guard:
+                self._guard.step(seconds)
+                self._notes += [f"misses: {note}" for note in self._guard.take_notes()]
 
     def take_notes(self) -> list[str]:
         """What there is to say since the last call."""
         with self._lock:
-            notes, self._notes = self._notes + [f"misses: {note}" for note in self._guard.take_notes()], []
+            notes, self._notes = self._notes, []
         return notes
 
     @property
@@ -156,13 +161,16 @@ def watcher(
     against = Rival(pager, facts, device, n_threads)
     if misses.mode == "auto":
         return Tuning(pager, misses, facts, device, engine, link_gbps, against)
-    if misses.mode == "layers" or not against.applies:
-        return None
 
     def link_rate() -> float:
         return link_gbps * 1e9 if link_gbps else device.link_rate(LINK_PROBE, LINK_REPEATS)
 
-    return Watching(pager, misses.mode, engine, link_rate, against)
+    guard = None
+    if against.applies and misses.mode != "layers":
+        advice = "--miss auto tries what is faster here" + (", without --engine device" if engine == "device" else "")
+        counts, split = partial(_decoded, pager), against.split_measured_now
+        guard = BreakEven(misses.mode, advice=advice, counts=counts, link_rate=cache(link_rate), split=split)
+    return Watching(pager, misses, guard, against.trouble) if guard or misses.uses_cpu else None
 
 
 def start_misses(

@@ -80,6 +80,8 @@ class Stats:
                     f"{name}: hit rate {rate:.1%} of {c.lookups} lookups, {c.evictions} evictions, {c.bytes_link / 1e6:.0f} MB over the link "
                     f"in {c.graphs} graphs"
                 )
+        if pager.cpu_cannot:
+            lines.append(f"misses {pager.miss}")
         if pager.decode.cpu_rows:
             c, n = pager.decode, pager.notes
             lines.append(
