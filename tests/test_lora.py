@@ -118,6 +118,7 @@ def test_what_is_no_adapter_of_this_model(model_file: ModelFile, two: tuple[Path
     path, attention, _ = two
     assert "no such file" in refused(path, "--lora", tmp_path / "missing.gguf")
     assert "is no LoRA adapter" in refused(path, "--lora", path)
+    assert "is an adapter and no model: give it to --lora" in refused(attention)
     assert "is an adapter for gpt-oss, and " in refused(model_file("mixtral"), "--lora", attention)
     other = write_adapter(tmp_path / "other.gguf", model_file("gpt-oss", layers=5), ATTENTION)
     assert "changes blk.3.attn_output.weight, which " in refused(path, "--lora", other)

@@ -246,6 +246,8 @@ class _Keys:
         arch, name = header.metadata.get("general.architecture"), header.metadata.get("general.name")
         if not isinstance(arch, str) or not arch:
             raise self.error("names no general.architecture, so it is no model; give the file that holds the language model")
+        if header.metadata.get("general.type") == "adapter":
+            raise self.error("is an adapter and no model: give it to --lora, and the file of its model as MODEL")
         self.arch = arch
         self.name = name if isinstance(name, str) and name else header.path.stem
 

@@ -114,7 +114,7 @@ class Resized:
         return text
 
 
-def resize(pager: Pager, plan: Plan, expert_cache: str, device: Device) -> tuple[Plan, Resized]:
+def resize(pager: Pager, plan: Plan, expert_cache: str | int, device: Device) -> tuple[Plan, Resized]:
     """Give the pools of an open model another size. CapacityError with the arithmetic if it does not fit: nothing changed."""
     new = replan_all(plan, CacheSpec.parse(expert_cache), memory_free(device))
     before = pager.stats().slots_total

@@ -77,7 +77,7 @@ class Llama(StockLlama):  # type: ignore[misc]
         self,
         model_path: str | os.PathLike[str],
         *,
-        expert_cache: str = "auto",
+        expert_cache: str | int = "auto",
         policy: str = "lfru",
         device: str = "auto",
         miss: str = "fetch",
@@ -352,7 +352,7 @@ class Llama(StockLlama):  # type: ignore[misc]
         """Every expert at one moment; may be called several times a second while replies run. OptionError on a dense model."""
         return self._held.expert_map()
 
-    def resize(self, expert_cache: str) -> Resized:
+    def resize(self, expert_cache: str | int) -> Resized:
         """Give the expert cache another size, as `Model.resize` does; for every context over the same weights."""
         return self._held.resize(expert_cache)
 

@@ -36,7 +36,7 @@ _PLANNED_KEYS = ("expert_count", "expert_group_count", "expert_group_used_count"
 class PagedOptions:
     """What `Llama` takes beside llama-cpp-python's options. OptionError for values that no model goes with."""
 
-    expert_cache: str = "auto"
+    expert_cache: str | int = "auto"
     policy: str = "lfru"
     device: str = "auto"
     window: int | None = None

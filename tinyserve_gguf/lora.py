@@ -34,10 +34,15 @@ class Adapter:
         return sum(self.sizes.get(tensor.name, 0) for tensor in part.tensors if tensor.name not in INPUTS)
 
 
-def read_adapters(facts: ModelFacts, lora: Sequence[PathLike] = (), lora_scaled: Sequence[tuple[PathLike, float]] = ()) -> tuple[Adapter, ...]:
+def read_adapters(
+    facts: ModelFacts, lora: PathLike | Sequence[PathLike] = (), lora_scaled: Sequence[tuple[PathLike, float]] = ()
+) -> tuple[Adapter, ...]:
     """Adapters for a model, those of `lora` at scale 1. ModelFileError for a file that is none, or is for another model; OptionError for a scale
     that would do nothing."""
-    return tuple(_read(facts, Path(path), scale) for path, scale in (*((path, 1.0) for path in lora), *lora_scaled))
+    plain = (lora,) if isinstance(lora, str | os.PathLike) else lora
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in lora_scaled):
+        raise OptionError(f"lora_scaled is a list of pairs of a file and its scale, not {lora_scaled!r}")
+    return tuple(_read(facts, Path(path), float(scale)) for path, scale in (*((path, 1.0) for path in plain), *lora_scaled))
 
 
 def with_adapters(needs: Needs, adapters: Sequence[Adapter], part: ModelFacts) -> Needs:

@@ -29,7 +29,7 @@ from tinyserve_gguf.progress import LoadProgress
 from tinyserve_gguf.sampling import Sampling
 from tinyserve_gguf.session import Session
 from tinyserve_gguf.split import check_split_mode, shares_of
-from tinyserve_gguf.stats import LayerTime, Stats, parts_of
+from tinyserve_gguf.stats import LayerTime, Stats, layer_times, parts_of
 from tinyserve_gguf.text import until, whole_characters
 from tinyserve_gguf.warm import WarmStart
 from tinyserve_gguf.weights import check_policy
@@ -39,7 +39,7 @@ from tinyserve_gguf.window import WindowCounts
 def load(
     path: str | os.PathLike[str],
     *,
-    expert_cache: str = "auto",
+    expert_cache: str | int = "auto",
     policy: str = "lfru",
     device: str = "auto",
     tensor_split: Sequence[float] | None = None,
@@ -62,7 +62,7 @@ def load(
     miss_threads: int | None = None,
     miss_remember: bool = True,
     warm: bool = False,
-    lora: Sequence[str | os.PathLike[str]] = (),
+    lora: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     lora_scaled: Sequence[tuple[str | os.PathLike[str], float]] = (),
     progress: Callable[[float], bool] | None = None,
 ) -> Model:
@@ -70,7 +70,7 @@ def load(
 
     Args:
         path: the GGUF, or any shard of a split one.
-        expert_cache: "auto", "all", a number of experts, a share such as "25%", or a size such as "6GiB".
+        expert_cache: "auto", "all", a number of experts such as 96, a share such as "25%", or a size such as "6GiB".
         policy: which expert leaves: lfru, lru, slru, lfu or fifo.
         device: ggml device, such as "CUDA0" or "CPU", or several, "CUDA0,CUDA1": each gets a part of the layers, and slots for their experts. "auto"
             takes the GPU with the most free memory, and all of them if one does not do.
@@ -96,7 +96,7 @@ def load(
         miss_threads: threads that compute them; by default `n_threads`, with one core left to the thread that drives the device.
         miss_remember: "auto" keeps its choice in the user's cache directory, and uses one that is kept there.
         warm: fill the slots with the experts that decode used most in earlier runs, and keep count of this one in the user's cache directory.
-        lora: LoRA adapters in GGUF that every session uses, on attention, experts or whatever else they change.
+        lora: LoRA adapter in GGUF, or several, that every session uses, on attention, experts or whatever else they change.
         lora_scaled: the same as pairs of a file and its scale.
         progress: called with 0..1 while weights are loaded; returning False stops it with an EngineError.
 
@@ -239,15 +239,15 @@ class Model:
     @property
     def experts(self) -> Experts:
         """`experts[layer, expert]`. OptionError on a dense model."""
-        if self._pager is None:
-            raise OptionError(f"{self.facts.name} is dense or closed: it has no experts")
+        if self._open_pager() is None:
+            raise OptionError(f"{self.facts.name} is dense: it has no experts")
         return self._experts
 
     @property
     def warm(self) -> WarmStart:
         """What decode used so far, and filling free slots with what it used elsewhere. OptionError on a dense model."""
-        if self._warm is None:
-            raise OptionError(f"{self.facts.name} is dense or closed: it has no experts")
+        if self._open_pager() is None or self._warm is None:
+            raise OptionError(f"{self.facts.name} is dense: it has no experts")
         return self._warm
 
     @property
@@ -291,14 +291,16 @@ class Model:
     def stats(self) -> Stats:
         """Counters of the expert cache and of windows since the model was opened."""
         window = self._windows().since(self._windows_before) if self.context.rolling else None
-        return Stats(self._snapshot(), self.policy, self.plan.device.name, window, parts_of(self._pager))
+        pager = self._open_pager()
+        return Stats(self._snapshot(), self.policy, self.plan.device.name, window, parts_of(pager))
 
     def reset_stats(self) -> None:
+        pager = self._open_pager()
         self._windows_before = self._windows()
         if self._warm:
             self._warm.absorb()
-        if self._pager:
-            self._pager.reset_stats()
+        if pager:
+            pager.reset_stats()
 
     def set_profile(self, on: bool) -> None:
         """Take the time of every layer of every decoded graph, from zero; or no longer. The host-driven engine is slower meanwhile: it waits for the
@@ -310,12 +312,7 @@ class Model:
     def layer_times(self) -> list[LayerTime]:
         """Since `set_profile(True)`, of every layer that ran, and last what follows them. OptionError unless times are taken.
         Layers whose pool holds all its experts count as the attention of the next."""
-        if not self._pager:
-            return []
-        blocks: list[int | None] = [layer.block for pool in self.plan.pools for layer in pool.group.layers]
-        found = [(block, *self._pager.layer_time(i)) for i, block in enumerate([*blocks, None])]
-        times = [LayerTime(block, *(ns / 1e3 / graphs for ns in parts)) for block, graphs, parts in found if graphs]
-        return sorted(times, key=lambda time: (time.block is None, time.block))
+        return layer_times(self._pager, self.plan) if self._pager else []
 
     def _windows(self) -> WindowCounts:
         """Of all sessions, also closed ones."""
@@ -324,21 +321,26 @@ class Model:
             total = total.plus(session.counts)
         return total
 
+    def _open_pager(self) -> Pager | None:
+        """None for a dense model. OptionError for one that is closed, of which nothing is known any more."""
+        return self._pager if self.native else None
+
     def _snapshot(self) -> _shim.PagerStats | None:
         return self._pager.stats() if self._pager else None
 
     def set_policy(self, policy: str) -> None:
         """Change the eviction policy; residency stays."""
         check_policy(policy)
+        pager = self._open_pager()
         self.policy = policy
-        if self._pager:
-            self._pager.set_policy(policy)
+        if pager:
+            pager.set_policy(policy)
 
     def expert_map(self) -> ExpertMap:
         """Every expert at one moment: resident, hits, last use. May be asked several times a second while replies run. OptionError if dense."""
         return read_map(self.experts.pager, self.plan)
 
-    def resize(self, expert_cache: str) -> Resized:
+    def resize(self, expert_cache: str | int) -> Resized:
         """Give the expert cache another size, as in `load`, while the model is in use; replies go on, with the same logits. Experts that are resident
         stay so as far as there is room, in the order of the policy; pinned ones always. CapacityError, OptionError or EngineError for a size that
         cannot be: nothing changed."""
@@ -350,8 +352,8 @@ class Model:
 
     def check_integrity(self) -> None:
         """EngineError if the expert cache contradicts itself."""
-        if self._pager:
-            self._pager.check_integrity()
+        if pager := self._open_pager():
+            pager.check_integrity()
 
     # ---- text ----
 
@@ -404,11 +406,11 @@ class Model:
         """Pieces of text for tokens as they come; a character that is split over tokens comes when it is whole."""
         return whole_characters(self.native.piece(token) for token in tokens)
 
-    def generate(self, prompt: str, *, max_tokens: int = 128, sampling: Sampling = Sampling(), stop: Sequence[str] = ()) -> Iterator[str]:
+    def generate(self, prompt: str, *, max_tokens: int = 128, sampling: Sampling = Sampling(), stop: str | Sequence[str] = ()) -> Iterator[str]:
         """Complete `prompt`, as it is, in pieces of text; ends before the first of `stop`. Calls share one KV cache and reuse its prefix."""
         if self._own is None:
             self._own = self.session()
-        return until(self.text(self._own.generate(self.tokenize(prompt), max_tokens, sampling)), stop)
+        return until(self.text(self._own.generate(self.tokenize(prompt), max_tokens, sampling)), (stop,) if isinstance(stop, str) else stop)
 
     def chat(self, messages: Sequence[dict[str, str]], *, max_tokens: int = -1, sampling: Sampling = Sampling()) -> Iterator[str]:
         """The reply to `messages` ({"role", "content"}) through the model's chat template. Calls share one KV cache and reuse its prefix."""

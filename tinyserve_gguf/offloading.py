@@ -39,7 +39,7 @@ _signature = inspect.signature(_stock_init)
 @contextmanager
 def offload(
     *,
-    expert_cache: str = "auto",
+    expert_cache: str | int = "auto",
     policy: str = "lfru",
     device: str = "auto",
     miss: str = "fetch",

@@ -41,7 +41,7 @@ def pick_device(name: str) -> Device:
 def plan_for(
     facts: ModelFacts,
     *,
-    expert_cache: str = "auto",
+    expert_cache: str | int = "auto",
     device: str = "auto",
     tensor_split: Sequence[float] | None = None,
     context: ContextSpec = ContextSpec(),

@@ -27,9 +27,9 @@ class CacheSpec:
     value: float = 0.0  # experts; share of all experts, 0..1; bytes of device memory including the prefill stage
 
     @staticmethod
-    def parse(text: str) -> CacheSpec:
+    def parse(text: str | int) -> CacheSpec:
         """`all`, `auto`, a number of experts ("96"), a share ("25%") or a size ("6GiB", "800MiB")."""
-        plain = text.strip()
+        plain = str(text).strip()
         if plain.lower() in ("all", "auto"):
             return CacheSpec(plain, plain.lower())
         if plain.isdecimal() and int(plain) > 0:

@@ -36,6 +36,7 @@ class Session:
         self._snapshot = snapshot
         self._on_close = on_close
         self._on_step = on_step  # hears how many seconds a decoded token took
+        self._turn = 0  # of readers: who read first cannot go on when somebody else has read
         self.last: ReplyStats | None = None
 
     @property
@@ -70,6 +71,7 @@ class Session:
 
     def clear(self) -> None:
         """Forget everything."""
+        self._turn += 1
         self._sequence.clear()
 
     def read(self, tokens: Sequence[int]) -> int:
@@ -88,6 +90,7 @@ class Session:
                 f"{len(tokens)} tokens do not fit into the context of {self.n_ctx}: give a larger -c, or --window to go on without end, "
                 "or /reset the conversation"
             )
+        self._turn += 1
         same = self._sequence.common(tokens)
         reused = self._sequence.cut(min(same, len(tokens) - 1))  # at least one token must be computed to have logits
         start = reused
@@ -114,6 +117,7 @@ class Session:
         read_at, after_read = start, before
         try:
             reused = self.read(tokens)
+            turn = self._turn
             self._context.synchronize()
             read_at, after_read = time.perf_counter(), self._snapshot()
             step_at = None
@@ -126,6 +130,8 @@ class Session:
                     return
                 made += 1
                 yield token
+                if self._turn != turn:
+                    raise OptionError("another prompt was read in this session, so this reply cannot go on: give each a session() of its own")
                 if made == max_tokens:
                     break
                 if self._sequence.is_full:

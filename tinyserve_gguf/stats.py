@@ -6,7 +6,7 @@ from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from tinyserve_gguf._shim import Counts, Pager, PagerStats
-from tinyserve_gguf.plan import size
+from tinyserve_gguf.plan import Plan, size
 from tinyserve_gguf.window import WindowCounts
 
 
@@ -178,3 +178,11 @@ def phases(now: PagerStats | None, before: PagerStats | None) -> Counts | None:
     if now is None or before is None:
         return None
     return added(_since(now.prefill, before.prefill), _since(now.decode, before.decode))
+
+
+def layer_times(pager: Pager, plan: Plan) -> list[LayerTime]:
+    """Of every layer that ran since times are taken, and last what follows them."""
+    blocks: list[int | None] = [layer.block for pool in plan.pools for layer in pool.group.layers]
+    found = [(block, *pager.layer_time(i)) for i, block in enumerate([*blocks, None])]
+    times = [LayerTime(block, *(ns / 1e3 / graphs for ns in parts)) for block, graphs, parts in found if graphs]
+    return sorted(times, key=lambda time: (time.block is None, time.block))

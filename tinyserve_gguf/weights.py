@@ -156,7 +156,7 @@ class Weights:
         """Every expert at one moment; may be called several times a second while replies run. OptionError on a dense model."""
         return read_map(self.experts.pager, self.plan)
 
-    def resize(self, expert_cache: str) -> Resized:
+    def resize(self, expert_cache: str | int) -> Resized:
         """Give the expert cache another size, as `Model.resize` does."""
         with self._resizing:
             assert self._device
