@@ -30,6 +30,16 @@ def plan(facts: ModelFacts, cache: str, device: DeviceFacts = GPU) -> Plan:
     return make_plan(facts, CacheSpec.parse(cache), device, n_ctx=256)
 
 
+def test_contexts_share_the_weights_and_nothing_else() -> None:
+    facts, auto = QWEN3_30B.facts(), CacheSpec.parse("auto")
+    one, four = (make_plan(facts, auto, GPU, n_ctx=8192, n_ubatch=512, n_contexts=n) for n in (1, 4))
+    assert (four.needs.weights, four.needs.kv, four.needs.compute) == (one.needs.weights, 4 * one.needs.kv, 4 * one.needs.compute)
+    assert four.n_slots < one.n_slots
+    assert "KV cache (4 x -c 8192) + " in four.memory_line()
+    with pytest.raises(CapacityError, match=r"KV cache \(16 x -c 8192\) .* what fits: --parallel [1-9]"):
+        make_plan(facts, auto, GPU, n_ctx=8192, n_ubatch=512, n_contexts=16)
+
+
 # ---- sizes ----------------------------------------------------------------------------------------------------------------------------------
 
 

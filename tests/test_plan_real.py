@@ -11,12 +11,14 @@ from synthetic import MODELS, build
 
 from tinyserve_gguf import CapacityError, ModelFileError, load, read_facts
 from tinyserve_gguf._llama import NativeModel
+from tinyserve_gguf.context import ContextSpec
 from tinyserve_gguf.dryrun import DryRun, buffers, listening
 from tinyserve_gguf.facts import ModelFacts
 from tinyserve_gguf.kv import KvOptions
 from tinyserve_gguf.needs import MIB, Setting, estimated_needs
 from tinyserve_gguf.placement import pick_device, plan_for
 from tinyserve_gguf.plan import GIB, Budget
+from tinyserve_gguf.serve import open_llama
 
 ModelFile = Callable[..., Path]
 
@@ -84,6 +86,25 @@ def test_a_dense_model(tmp_path: Path, model_file: ModelFile) -> None:
     from reshaped import dense
 
     check(dense(model_file("mixtral"), tmp_path / "dense.gguf"))
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss", "qwen35moe"])
+def test_several_contexts_of_a_server(model_file: ModelFile, name: str) -> None:
+    """Each takes a KV cache and compute buffers of its own."""
+    with listening() as lines:
+        llama, said = open_llama(str(model_file(name)), n_parallel=3, device="CPU", n_ctx=1000, n_threads=1)
+        others = [llama.new_context() for _ in range(2)]
+        found = buffers(lines)
+    one = llama.plan
+    for context in (*others, llama):
+        context.close()
+    plan, _ = plan_for(one.facts, device="CPU", context=ContextSpec(1000), n_ubatch=one.n_ubatch, n_contexts=3)
+    cache = sum(buffer.n_bytes for buffer in found if buffer.kind in ("KV", "RS"))
+    compute = sum(buffer.n_bytes for buffer in found if buffer.kind == "compute")
+    for needed, planned in ((cache, plan.needs.kv), (compute, plan.needs.compute)):
+        assert 0.97 * needed <= planned <= 1.4 * needed  # estimated
+    assert plan.needs.weights == one.needs.weights
+    assert any(line.startswith("3 contexts: memory of CPU: ") and "KV cache (3 x -c 1000)" in line for line in said)
 
 
 def test_the_demo_model(demo_model: Path) -> None:

@@ -204,11 +204,12 @@ def test_another_size_of_the_cache_while_a_reply_runs(server: Server, http: http
                     assert kept >= before["slots"]["resident"] - 6
     assert text == whole
     assert next(sizes, None) is None
+    assert http.put("/v1/experts/cache", json={"expert_cache": 12}).json()["slots"] == 12
     assert server.metrics()['tinyserve_expert_slots{state="total"}'] == 12
 
 
-@pytest.mark.parametrize("size", ["1000TiB%", "-1", "1", ""])
-def test_a_size_of_the_cache_that_cannot_be(http: httpx.Client, size: str) -> None:
+@pytest.mark.parametrize("size", ["1000TiB%", "-1", "1", "", 1, 0.5, True, None])
+def test_a_size_of_the_cache_that_cannot_be(http: httpx.Client, size: object) -> None:
     before = http.get("/v1/experts").json()["slots"]["total"]
     assert error_of(http.put("/v1/experts/cache", json={"expert_cache": size}), 400)["param"] == "expert_cache"
     assert http.get("/v1/experts").json()["slots"]["total"] == before

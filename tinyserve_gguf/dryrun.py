@@ -133,7 +133,7 @@ class DryRun:
             host_weights=self._facts.input_bytes,
             host_compute=others + sum(buffer.n_bytes for buffer in found if buffer.kind == "output"),
             is_exact=True,
-        )
+        ).times(setting.n_contexts)
 
     def close(self) -> None:
         if self._model:

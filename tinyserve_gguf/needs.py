@@ -6,7 +6,7 @@ Weights are exact. KV cache and compute buffers are estimates here, on the safe 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tinyserve_gguf.facts import INPUTS, ModelFacts, TensorFacts
 from tinyserve_gguf.kv import KvOptions
@@ -20,17 +20,18 @@ MARGIN = 1.1  # on what was found of compute buffers: with gpt-oss and Qwen3 geo
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a context is made with."""
+    """What contexts are made with."""
 
     n_ctx: int  # tokens
     n_ubatch: int  # tokens computed at once in prefill
     kv: KvOptions = field(default_factory=KvOptions)
     flash: bool = True
+    n_contexts: int = 1  # at once, over the same weights
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Of a model with one context, without the slots of experts. Bytes."""
+    """Of a model with its contexts, without the slots of experts. Bytes."""
 
     weights: int  # on the device
     kv: int  # keys, values and recurrent states, on the device
@@ -43,10 +44,15 @@ class Needs:
     def device(self) -> int:
         return self.weights + self.kv + self.compute
 
+    def times(self, n_contexts: int) -> Needs:
+        """With so many contexts for each one: they share the weights and nothing else."""
+        n = n_contexts
+        return replace(self, kv=n * self.kv, compute=n * self.compute, host_compute=n * self.host_compute)
+
 
 def estimated_needs(facts: ModelFacts, setting: Setting) -> Needs:
     """From the header alone."""
-    return Needs(
+    one = Needs(
         weights=weight_bytes(facts),
         kv=kv_bytes(facts, setting.n_ctx, setting.kv),
         compute=compute_bytes(facts, setting),
@@ -54,6 +60,7 @@ def estimated_needs(facts: ModelFacts, setting: Setting) -> Needs:
         host_compute=host_compute_bytes(facts, setting),
         is_exact=False,
     )
+    return one.times(setting.n_contexts)
 
 
 def device_tensors(facts: ModelFacts) -> list[TensorFacts]:

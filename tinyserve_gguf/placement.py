@@ -48,6 +48,7 @@ def plan_for(
     n_ubatch: int | None = None,
     budget: Budget = Budget(),
     cpu_misses: bool = False,
+    n_contexts: int = 1,
     adapters: Sequence[Adapter] = (),
     ask: bool = False,
 ) -> tuple[Plan, Device]:
@@ -78,6 +79,7 @@ def plan_for(
             flash=flash,
             budget=budget,
             cpu_misses=cpu_misses,
+            n_contexts=n_contexts,
             needs=with_all,
         )
 

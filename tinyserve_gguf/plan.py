@@ -221,10 +221,11 @@ class Plan:
 
 
 def memory_parts(needs: Needs, setting: Setting) -> list[tuple[int, str]]:
+    each = f"{setting.n_contexts} x " if setting.n_contexts > 1 else ""
     return [
         (needs.weights, "weights"),
-        (needs.kv, f"KV cache (-c {setting.n_ctx}" + (f", {setting.kv.k}" if setting.kv.k != "f16" else "") + ")"),
-        (needs.compute, f"compute buffers (-b {setting.n_ubatch})"),
+        (needs.kv, f"KV cache ({each}-c {setting.n_ctx}" + (f", {setting.kv.k}" if setting.kv.k != "f16" else "") + ")"),
+        (needs.compute, f"compute buffers ({each}-b {setting.n_ubatch})"),
     ]
 
 

@@ -106,10 +106,11 @@ def make_plan(
     flash: bool = True,
     budget: Budget = Budget(),
     cpu_misses: bool = False,
+    n_contexts: int = 1,
     needs: Ask | None = None,
 ) -> Plan:
-    """Decide the pools, and the batch of prefill unless `n_ubatch` is given. `cpu_misses`: the CPU may compute misses. `needs`: what a setting takes
-    beside the experts; by default the estimate from the header.
+    """Decide the pools, and the batch of prefill unless `n_ubatch` is given. `cpu_misses`: the CPU may compute misses. `n_contexts`: how many are
+    open at once. `needs`: what a setting takes beside the experts; by default the estimate from the header.
 
     Raises CapacityError, with the arithmetic and what would fit, when the device cannot hold it; OptionError when the size asked for is below what
     one token needs.
@@ -119,8 +120,8 @@ def make_plan(
         raise OptionError(f"--vram-reserve is {SMALLEST_RESERVE / GIB:g} GiB or more: the driver and kernels take memory by themselves")
     if budget.vram is not None:
         device = replace(device, free=min(device.free, budget.vram))
-    n_ubatch = n_ubatch or pick_ubatch(device, lambda n: ask(Setting(n_ctx, n, kv, flash)).compute)
-    setting = Setting(n_ctx, n_ubatch, kv, flash)
+    n_ubatch = n_ubatch or pick_ubatch(device, lambda n: ask(Setting(n_ctx, n, kv, flash, n_contexts)).compute)
+    setting = Setting(n_ctx, n_ubatch, kv, flash, n_contexts)
     case = _Case(facts, device, budget, setting, ask(setting), ask, 1 + cpu_misses)
     if spec.kind == "auto" and facts.is_moe:
         return _auto(case)
@@ -248,8 +249,10 @@ def _refusal(case: _Case, experts: int, what: str, reserve: int) -> str:
 
 
 def _smaller(case: _Case, fits: Callable[[Needs], bool]) -> list[str]:
-    """Settings near the one asked for that fit: a shorter context, a smaller KV type, a smaller batch; or all of that."""
+    """Settings near the one asked for that fit: fewer contexts, a shorter one, a smaller KV type, a smaller batch; or all of that."""
     setting, ways = case.setting, []
+    if n := next((n for n in range(setting.n_contexts - 1, 0, -1) if fits(case.ask(replace(setting, n_contexts=n)))), None):
+        ways.append(f"--parallel {n}")
     shorter = _longest(case, setting, fits)
     if shorter:
         ways.append(f"-c {shorter}")

@@ -69,13 +69,13 @@ def open_llama(
         raise OptionError(f"the server takes one LoRA adapter, not {len(adapters)}: llama-cpp-python's Llama, on which it stands, has one")
     budget = Budget.of(vram, vram_reserve, ram)
     length, lines = spec.length(facts), spec.cut(facts)
-    leaves_room = n_parallel > 1 and facts.is_moe and CacheSpec.parse(expert_cache).kind == "auto"
-    together = ContextSpec(n_parallel * length, None, spec.kv, any_length=True) if leaves_room else spec
-    where: dict[str, Any] = {"expert_cache": expert_cache, "device": device, "tensor_split": tensor_split}
-    plan, chosen = plan_for(facts, context=together, n_ubatch=n_ubatch, budget=budget, adapters=adapters, **where)
-    if leaves_room:
-        expert_cache = str(plan.n_slots)
-        lines.append(f"expert cache with room for {n_parallel} contexts: {plan.reason}")
+    where: dict[str, Any] = {"expert_cache": expert_cache, "device": device, "tensor_split": tensor_split, "context": spec, "n_ubatch": n_ubatch}
+    plan, chosen = plan_for(facts, budget=budget, adapters=adapters, n_contexts=n_parallel, **where)
+    if n_parallel > 1 and facts.is_moe:
+        if CacheSpec.parse(expert_cache).kind == "auto":
+            expert_cache = str(plan.n_slots)
+            lines.append(f"expert cache with room for {n_parallel} contexts: {plan.reason}")
+        lines.append(f"{n_parallel} contexts: {plan.memory_line()}")
     threads = n_threads or default_threads()
     options: dict[str, Any] = {"window": window, "sinks": sinks} if window is not None else {"n_ctx": length}
     if flash_attn != "auto":

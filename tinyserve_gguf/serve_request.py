@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from tinyserve_gguf.sampling import Sampling
 
@@ -317,4 +317,4 @@ class EmbeddingRequest(Body):
 
 
 class CacheRequest(Body):
-    expert_cache: str
+    expert_cache: Annotated[str, BeforeValidator(lambda given: str(given) if type(given) is int else given)]  # 48 as well as "48"
