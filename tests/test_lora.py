@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -13,10 +12,10 @@ import exact
 import pytest
 from click.testing import CliRunner
 from processes import cli, error_line
-from test_pitfalls import adapter_of, write_adapter
+from test_pitfalls import adapted, write_adapter
 
 from tinyserve_gguf import Llama, ModelFileError, OptionError, load
-from tinyserve_gguf._llama import C, NativeContext, NativeModel
+from tinyserve_gguf._llama import NativeModel
 from tinyserve_gguf.cli import main
 from tinyserve_gguf.facts import read_facts
 from tinyserve_gguf.lora import read_adapters
@@ -29,16 +28,7 @@ ATTENTION, EXPERTS = ("attn_q.weight", "attn_output.weight"), ("exps.weight",)
 def stock_logits(path: Path, files: Sequence[tuple[Path, float]], monkeypatch: pytest.MonkeyPatch) -> str:
     """Hash of llama.cpp's own logits, with adapters set by hand in every context."""
     native = NativeModel(str(path), None, extra_bufts=False)
-    handles, scales = [adapter_of(native, file) for file, _ in files], [scale for _, scale in files]
-    make, n = NativeContext.__init__, len(files)
-
-    def adapted(self: NativeContext, *arguments: object) -> None:
-        make(self, *arguments)  # type: ignore[arg-type]
-        assert C.llama_set_adapters_lora(self.handle, (C.llama_adapter_lora_p_ctypes * n)(*handles), n, (ctypes.c_float * n)(*scales)) == 0
-
-    with monkeypatch.context() as patch:
-        patch.setattr(NativeContext, "__init__", adapted)
-        found = exact.run(native, 40, 8)
+    found = adapted(native, files, monkeypatch)
     native.close()
     return found
 

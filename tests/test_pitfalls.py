@@ -6,7 +6,7 @@ import ctypes
 import logging
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import exact
@@ -78,17 +78,17 @@ def adapter_of(native: NativeModel, path: Path) -> object | None:
     return C.llama_adapter_lora_init(native.handle, str(path).encode()) or None
 
 
-def adapted(native: NativeModel, adapter: object, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Hash of the logits of a prompt and some decoded tokens, with the adapter in every context that is made."""
+def adapted(native: NativeModel, files: Sequence[tuple[Path, float]], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Hash of the logits of a prompt and some decoded tokens, with these adapters, at their scales, in every context that is made."""
+    handles, scales, n = [adapter_of(native, file) for file, _ in files], [scale for _, scale in files], len(files)
     make = NativeContext.__init__
 
-    def with_adapter(self: NativeContext, *arguments: object) -> None:
+    def with_adapters(self: NativeContext, *arguments: object) -> None:
         make(self, *arguments)  # type: ignore[arg-type]
-        adapters = (C.llama_adapter_lora_p_ctypes * 1)(adapter)
-        assert C.llama_set_adapters_lora(self.handle, adapters, 1, (ctypes.c_float * 1)(0.5)) == 0
+        assert C.llama_set_adapters_lora(self.handle, (C.llama_adapter_lora_p_ctypes * n)(*handles), n, (ctypes.c_float * n)(*scales)) == 0
 
     with monkeypatch.context() as patch:
-        patch.setattr(NativeContext, "__init__", with_adapter)
+        patch.setattr(NativeContext, "__init__", with_adapters)
         return exact.run(native, 40, 8)
 
 
@@ -119,12 +119,12 @@ def test_adapters_on_one_part_of_experts(model_file: ModelFile, tmp_path: Path, 
 def assert_adapted(path: Path, file: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
     """The logits with an adapter, and without it before and after, are llama.cpp's."""
     native = NativeModel(str(path), None, extra_bufts=False)
-    plain, expected = exact.run(native, 40, 8), adapted(native, adapter_of(native, file), monkeypatch)
+    plain, expected = exact.run(native, 40, 8), adapted(native, [(file, 0.5)], monkeypatch)
     native.close()
     assert plain != expected
     with load(path, device="CPU", n_threads=1, **options) as model:  # type: ignore[arg-type]
         assert exact.run(model.native, 40, 8) == plain
-        assert adapted(model.native, adapter_of(model.native, file), monkeypatch) == expected
+        assert adapted(model.native, [(file, 0.5)], monkeypatch) == expected
         assert exact.run(model.native, 40, 8) == plain
         model.check_integrity()
 
@@ -137,10 +137,10 @@ def test_adapters_and_misses_on_the_cpu(
     path = model_file("qwen3moe")
     file = write_adapter(tmp_path / "lora.gguf", path, names)
     native = NativeModel(str(path), None, extra_bufts=False)
-    expected = adapted(native, adapter_of(native, file), monkeypatch)
+    expected = adapted(native, [(file, 0.5)], monkeypatch)
     native.close()
     with load(path, expert_cache="25%", device="CPU", n_threads=1, miss="cpu") as model:
-        assert adapted(model.native, adapter_of(model.native, file), monkeypatch) == expected
+        assert adapted(model.native, [(file, 0.5)], monkeypatch) == expected
         pager = model.stats().pager
         assert pager is not None
         assert (pager.decode.cpu_rows == 0) == pager.miss.startswith("fetched") == bool(reason)

@@ -210,19 +210,16 @@ class NativeModel:
     def handle(self) -> Any:
         return self._model
 
-    def add_adapter(self, path: str, scale: float) -> None:
-        """Contexts that are made from now on use this LoRA adapter too. ModelFileError if llama.cpp refuses it."""
-        with explained() as cause:
-            adapter = C.llama_adapter_lora_init(self._model, os.fsencode(path))
-            if not adapter:
-                raise ModelFileError(f"{path}: llama.cpp cannot load this adapter: {cause()}")
+    def hold_adapter(self, adapter: Any, scale: float) -> None:
+        """Contexts that are made from now on use this llama_adapter_lora too, which was opened for this model."""
         self._adapters.append((adapter, scale))
 
     def adapt(self, context: Any) -> None:
         """Give a llama_context the adapters."""
-        n = len(self._adapters)
-        handles, scales = zip(*self._adapters, strict=True) if n else ((), ())
-        if n and C.llama_set_adapters_lora(context, (C.llama_adapter_lora_p_ctypes * n)(*handles), n, (ctypes.c_float * n)(*scales)):
+        if not self._adapters:
+            return
+        n, (handles, scales) = len(self._adapters), zip(*self._adapters, strict=True)
+        if C.llama_set_adapters_lora(context, (C.llama_adapter_lora_p_ctypes * n)(*handles), n, (ctypes.c_float * n)(*scales)):
             raise EngineError("llama.cpp cannot use these adapters in this context")
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ comes in, so that no code of llama-cpp-python is copied or replaced.
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import logging
 import os
@@ -34,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinyserve_gguf.context import plan_window
-from tinyserve_gguf.errors import EngineError, ModelFileError, OptionError
+from tinyserve_gguf.errors import ModelFileError, OptionError
 from tinyserve_gguf.experts import Experts
 from tinyserve_gguf.live import ExpertMap, Resized
 from tinyserve_gguf.llama_context import CLOSED, PagedContext
@@ -122,7 +121,9 @@ class Llama(StockLlama):  # type: ignore[misc]
             self._construct(decision.path, decision.stock)
             self.model_path = path
             self._first_seed = self._seed
-            self._adapter, self._lora_adapter = self._lora_adapter, None  # freed with the weights, which other contexts may share
+            if self._lora_adapter:
+                self._weights.native.hold_adapter(self._lora_adapter, self.lora_scale)
+                self._lora_adapter = None  # freed with the weights, which other contexts may share
             self._lines: tuple[str, ...] = ()
             self._rolling: Rolling | None = None
             self._plan_window(decision)
@@ -235,10 +236,8 @@ class Llama(StockLlama):  # type: ignore[misc]
         self._ctx = self._stack.enter_context(closing(context))
         batch = StockBatch(n_tokens=self.n_batch, embd=0, n_seq_max=self.context_params.n_ctx, verbose=self.verbose)
         self._batch = self._stack.enter_context(closing(batch))
-        if self._adapter:
-            adapters = (C.llama_adapter_lora_p_ctypes * 1)(self._adapter)
-            if C.llama_set_adapters_lora(self._ctx.ctx, adapters, 1, (ctypes.c_float * 1)(self.lora_scale)):
-                raise EngineError(f"llama.cpp cannot set the adapter {self.lora_path}")
+        assert self._weights
+        self._weights.native.adapt(self._ctx.ctx)
         if type(self.tokenizer_) is StockTokenizer:
             self.tokenizer_ = StockTokenizer(self)
         self._candidates = StockCandidates(n_vocab=self._n_vocab)

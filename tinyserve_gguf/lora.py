@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tinyserve_gguf._ggufio import read_header
+from tinyserve_gguf._llama import C, NativeModel, explained
 from tinyserve_gguf.errors import ModelFileError, OptionError
 from tinyserve_gguf.facts import INPUTS, ModelFacts
 from tinyserve_gguf.needs import Needs
@@ -28,6 +29,14 @@ class Adapter:
 
     def __str__(self) -> str:
         return f"{self.path}, scale {self.scale:g}, {size(sum(self.sizes.values()))} for {len(self.sizes)} weights"
+
+    def open_for(self, model: NativeModel) -> None:
+        """Contexts that are made from now on use it. ModelFileError if llama.cpp refuses it."""
+        with explained() as cause:
+            adapter = C.llama_adapter_lora_init(model.handle, os.fsencode(self.path))
+            if not adapter:
+                raise ModelFileError(f"{self.path}: llama.cpp cannot load this adapter: {cause()}")
+        model.hold_adapter(adapter, self.scale)
 
     def bytes_on(self, part: ModelFacts) -> int:
         """Device memory where these tensors of the model lie, which may be those of one of several devices."""

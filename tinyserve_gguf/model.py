@@ -197,7 +197,7 @@ class Model:
         elif link_gbps is not None or engine != "auto" or misses.uses_cpu:
             raise OptionError(f"{self.facts.name} is dense: there is no expert engine to choose, no link to slow down and no expert to miss")
         for adapter in self.adapters:
-            self._native.add_adapter(str(adapter.path), adapter.scale)
+            adapter.open_for(self._native)
 
     def __enter__(self) -> Model:
         return self
