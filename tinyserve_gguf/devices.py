@@ -67,10 +67,21 @@ class DeviceGroup(Device):
         return all(device.multiplies(type_id, ne0, ne1, n_expert, n_used) for device in dict.fromkeys(self.devices))
 
 
-def memory_free(device: Device) -> list[int]:
-    """Bytes that are free now on each of its members. Where the CPU plays several, they have equal parts of its memory."""
+def roomiest(devices: Sequence[Device]) -> Device:
+    """The GPU with the most free memory, or the CPU where there is none."""
+    gpus = [device for device in devices if not device.is_cpu]
+    return max(gpus, key=lambda device: device.memory_free) if gpus else next(device for device in devices if device.is_cpu)
+
+
+def _equal_parts(device: Device, free: Sequence[int]) -> list[int]:
+    """Of the bytes that are free on each member, its own: where the CPU plays several, they have equal parts of its memory."""
     handles = [member.handle for member in device.members]
-    return [_shim.memory_free(member) // handles.count(member.handle) for member in device.members]
+    return [n // handles.count(handle) for n, handle in zip(free, handles, strict=True)]
+
+
+def memory_free(device: Device) -> list[int]:
+    """Bytes that are free now on each of its members."""
+    return _equal_parts(device, [_shim.memory_free(member) for member in device.members])
 
 
 def device_facts(device: Device) -> DeviceFacts:
@@ -97,9 +108,8 @@ def plan_on(
         return plan_one(device)
     if device.is_cpu and not facts.is_moe:
         raise OptionError(f"{facts.name} is dense: there is nothing to split over the CPU, use --device CPU")
-    names = [member.name for member in device.members]
-    each = [device_facts(member) for member in device.members]
-    each = [replace(one, free=one.free // names.count(one.name)) for one in each]  # where the CPU plays several, they have equal parts of its memory
+    found = [device_facts(member) for member in device.members]
+    each = [replace(one, free=free) for one, free in zip(found, _equal_parts(device, [one.free for one in found]), strict=True)]
     shares = None if tensor_split is None else check_shares(tensor_split)
     return plan_split(facts, spec, each, device.labels, plan_part, shares=shares, n_ubatch=n_ubatch, reason=reason)
 
@@ -118,7 +128,7 @@ def plan_auto(
     """The GPU with the most free memory, or the CPU where there is none. Several GPUs if one does not do: if the model does not fit there, or if
     `auto` leaves experts out that several have room for; all of them if a split was given. `check` raises for a device that cannot run the model."""
     gpus = [device for device in devices if not device.is_cpu]
-    best = max(gpus, key=lambda device: device.memory_free) if gpus else next(device for device in devices if device.is_cpu)
+    best = roomiest(devices)
     if tensor_split is not None and len(gpus) > 1:
         group = DeviceGroup.of(gpus)
         check(facts, group)

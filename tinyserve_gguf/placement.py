@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from tinyserve_gguf import _shim
 from tinyserve_gguf._shim import Device
 from tinyserve_gguf.context import ContextSpec, uses_flash
-from tinyserve_gguf.devices import DeviceGroup, device_facts, plan_auto, plan_on
+from tinyserve_gguf.devices import DeviceGroup, device_facts, plan_auto, plan_on, roomiest
 from tinyserve_gguf.dryrun import DryRun
 from tinyserve_gguf.errors import ModelFileError, OptionError
 from tinyserve_gguf.facts import ModelFacts
@@ -30,8 +30,7 @@ def pick_device(name: str) -> Device:
         return DeviceGroup.of([pick_device(part.strip()) for part in name.split(",")])
     found = _shim.devices()
     if name == "auto":
-        gpus = [device for device in found if not device.is_cpu]
-        return max(gpus, key=lambda device: device.memory_free) if gpus else next(device for device in found if device.is_cpu)
+        return roomiest(found)
     for device in found:
         if device.name.lower() == name.lower():
             return device

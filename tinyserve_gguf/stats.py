@@ -55,11 +55,8 @@ class Stats:
         window = asdict(self.window) if self.window else None
         if self.pager is None:
             return {"device": self.device, "paged": False, "window": window}
-        pager = asdict(self.pager)
-        for phase in ("prefill", "decode"):
-            pager[phase]["hit_rate"] = hit_rate(getattr(self.pager, phase))
-        devices = {"devices": [_part(name, part) for name, part in self.parts]} if self.parts else {}
-        return {"device": self.device, "paged": True, "policy": self.policy, "window": window, **pager, **devices}
+        devices = {"devices": [{"device": name, **_with_rates(part)} for name, part in self.parts]} if self.parts else {}
+        return {"device": self.device, "paged": True, "policy": self.policy, "window": window, **_with_rates(self.pager), **devices}
 
     def lines(self) -> list[str]:
         """The same for people."""
@@ -100,11 +97,11 @@ class Stats:
         return lines
 
 
-def _part(name: str, stats: PagerStats) -> dict[str, Any]:
+def _with_rates(stats: PagerStats) -> dict[str, Any]:
     values = asdict(stats)
     for phase in ("prefill", "decode"):
         values[phase]["hit_rate"] = hit_rate(getattr(stats, phase))
-    return {"device": name, **values}
+    return values
 
 
 def parts_of(pager: Pager | None) -> tuple[tuple[str, PagerStats], ...]:
